@@ -18,7 +18,7 @@ from memwall.store.buckets import BucketBuffer
 from memwall.store.generation import Generation
 from memwall.store.journal import Journal
 
-__all__ = ["Committed", "Content", "Region", "Wanted", "parameter_of", "read_regions"]
+__all__ = ["Committed", "Content", "Region", "Wanted", "parameter_of", "read_regions", "whole_region"]
 
 _NEEDED = {"optimizer", "helpers", "random", "loop", "state_dict"}
 
@@ -39,8 +39,13 @@ class Region(NamedTuple):
     offset: tuple[int, ...]
 
 
+def whole_region(shape: Sequence[int]) -> Region:
+    """Returns the region that is all of a tensor."""
+    return Region(tuple(shape), (0,) * len(shape))
+
+
 class Wanted(NamedTuple):
-    """Names a committed tensor, and where it is to be put: the tensor of this shape, or the region of the whole."""
+    """Names a committed tensor, and where it is to be put: as it was committed, or a region of the whole."""
 
     name: str
     tensor: Tensor
@@ -128,7 +133,14 @@ class Committed:
             for record, part, tensor in members:
                 dtype = getattr(torch, record.dtype)
                 like = torch.empty_strided(record.shape, record.stride, dtype=dtype, device="meta")
-                tensor.copy_(buffer.tensor(record.offset, like)[part])
+                piece = buffer.tensor(record.offset, like)[part]
+                if piece.shape != tensor.shape:  # copy_ would repeat a part of one row
+                    raise StoreError(
+                        f"{record.name.replace('/', ' ')} was committed with shape {list(piece.shape)}, and is wanted "
+                        f"with {list(tensor.shape)}; resume with the number of ranks, and the way to divide, of step "
+                        f"{self.step} in {self.journal.directory}"
+                    )
+                tensor.copy_(piece)
 
 
 def parameter_of(record: TensorRecord) -> str:
@@ -157,8 +169,10 @@ def read_regions(sources: Sequence[Committed], targets: Iterable[Wanted]) -> Non
         num_left, seen = target.tensor.numel(), set()
         for number, source in enumerate(sources):
             record = source.records.get(target.name)
-            held = None if record is None else source.region_of(record)
-            if record is None or held is None or held in seen:  # replicas hold the same part
+            if record is None:
+                continue
+            held = source.region_of(record) or whole_region(record.shape)
+            if held in seen:  # replicas hold the same part
                 continue
             seen.add(held)
             common = _common(held.offset, record.shape, region.offset, tuple(target.tensor.shape))

@@ -166,7 +166,7 @@ def objects_of(kinds: tuple[type, ...], *, without_garbage: bool = False) -> lis
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a model's parameters, by name; of divided ones that of this rank's part."""
+    """Returns the shapes of a model's parameters, by name; of divided ones those of the whole."""
     return {name: tuple(parameter.shape) for name, parameter in standing_parameters(model).items()}
 
 

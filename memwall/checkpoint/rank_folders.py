@@ -39,7 +39,7 @@ class RankFolders:
     Attributes:
         step: the last step that all of them have, by their records; 0 where there is none.
         missing: names of the folders that are not there.
-        has_steps: whether any of them has one.
+        newest: the last step that any of them has; 0 where there is none.
         committed: that step, by rank, once opened.
     """
 
@@ -48,9 +48,8 @@ class RankFolders:
         self.paths = [folder_of_rank(directory, rank, num_ranks) for rank in range(num_ranks)]
         self.missing = [path.name for path in self.paths if not path.is_dir()]
         # Without a lock: other ranks may be opening theirs. None of them commits before all are there.
-        steps = [recorded_steps(os.fspath(path)) for path in self.paths]
-        self.has_steps = any(steps)
-        self.step = min(max(found, default=0) for found in steps)
+        steps = [max(recorded_steps(os.fspath(path)), default=0) for path in self.paths]
+        self.step, self.newest = min(steps), max(steps)
         self.committed: list[Committed] = []
         self._journals: list[Journal] = []
 
@@ -106,28 +105,26 @@ def last_folders(directory: str | os.PathLike[str]) -> RankFolders | None:
     """Returns the folders with the last step that all their ranks have; None where there is none.
 
     Raises:
-        UsageError: some ranks have steps, and the folders of others are not here.
+        UsageError: some ranks have later steps, and the folders of others are not here.
     """
     every = [RankFolders(directory, num_ranks) for num_ranks in _numbers_of_ranks(Path(directory))]
     best = max(every, key=lambda found: found.step, default=None)
-    if best is not None and best.step:
-        return best
+    step = 0 if best is None else best.step
     for found in every:
-        if found.missing and found.has_steps:
+        if found.missing and found.newest > step:
             raise UsageError(
                 f"{directory} has steps of a run of {found.num_ranks} ranks, but not the folders "
-                f"{', '.join(found.missing[:4])}, without which none of its steps is whole; copy the folders of all "
-                "hosts there"
+                f"{', '.join(found.missing[:4])}, without which none of its steps is whole: the newest is step "
+                f"{found.newest}, and the last whole one of any run there is step {step}; copy the folders of all "
+                f"hosts there, or delete rank-*-of-{found.num_ranks} to go on from step {step}"
             )
-    return None
+    return best if step else None
 
 
-def other_ranks(
-    directory: str | os.PathLike[str], rank: int, num_ranks: int, *, is_resuming: bool
-) -> RankFolders | None:
-    """Returns the folders of another number of ranks that this run goes on from; None where its own are the last.
+def other_ranks(directory: str | os.PathLike[str], num_ranks: int, *, is_resuming: bool) -> RankFolders | None:
+    """Returns the folders that this run goes on from where the directory has some of another number of ranks.
 
-    What this rank has of an earlier time, when as many ranks trained, is deleted then.
+    Those of another number are opened; the run's own are not. Nothing is deleted. None where there are no others.
 
     Raises:
         UsageError: the folder is of another number of ranks, and is not to be continued.
@@ -144,10 +141,8 @@ def other_ranks(
             "this run a directory of its own"
         )
     found = last_folders(directory)
-    if found is None or found.num_ranks == num_ranks:
-        return None
-    _remove(folder_of_rank(directory, rank, num_ranks), is_shared=num_ranks == _ALONE)
-    found.open()
+    if found is not None and found.num_ranks != num_ranks:
+        found.open()
     return found
 
 

@@ -28,7 +28,8 @@ def redivided(sources: Sequence[Committed], rank: int, num_ranks: int) -> Restor
         sources: that step, by rank.
 
     Raises:
-        UsageError: ranks trained other things than each other, or a loop's state is not the same on all of them.
+        UsageError: ranks trained other things than each other, or what goes on with a loop or beside the model, but
+            random numbers, is not the same on all of them.
     """
     _check_alike(sources)
     place = rank % len(sources)
@@ -77,27 +78,46 @@ def _objects(sources: Sequence[Committed], place: int, *, is_new: bool) -> tuple
         objects["random"] = _equal_states([found["random"] for found in every])
         fresh += [f"random numbers of {name}" for name in sources[place].objects["random"].keys() - objects["random"]]
     loops = [found["loop"] for found in every]
+    for rank, loop in enumerate(loops):
+        if _loop_text(loop) != _loop_text(loops[0]):
+            raise UsageError(
+                f"rank {rank} of {len(sources)} committed this step in {_loop_text(loop)}, and rank 0 in "
+                f"{_loop_text(loops[0])}: no other number of ranks can go on; resume with as many"
+            )
     if loops[place] is not None:
         for name in loops[place]["stateful"]:
             if not _all_equal([loop["stateful"][name] for loop in loops]):
-                raise UsageError(
-                    f"memwall.steps(NUM_STEPS, {name}=...) has another state on each of the {len(sources)} ranks that "
-                    "committed this step, which cannot be divided among another number of them; resume with as many, "
-                    "or draw the samples of a step from its number"
-                )
+                raise _unequal(f"memwall.steps(NUM_STEPS, {name}=...)", len(sources))
         at_top = _equal_states([loop["random"] for loop in loops]) if is_new else loops[place]["random"]
         objects["loop"] = dict(loops[place]) | {"random": at_top}
     if objects.get("beside") is not None:
         beside = [decode_objects(found["beside"]) for found in every]
         states = beside[place]
-        for kind in ("generators", "stateful") if is_new else ():
-            own = [name for name in states[kind] if not _all_equal([found[kind].get(name) for found in beside])]
+        for name in sorted({name for found in beside for name in found["stateful"]}):
+            if not _all_equal([found["stateful"].get(name) for found in beside]):
+                raise _unequal(f"'{name}'", len(sources))
+        if is_new:
+            generators = states["generators"]
+            own = [name for name in generators if not _all_equal([f["generators"].get(name) for f in beside])]
             for name in own:
-                del states[kind][name]
+                del generators[name]
             states["fresh"] = [*states.get("fresh", ()), *own]
             fresh += [f"'{name}'" for name in own]
         objects["beside"] = encode_objects(states)
     return objects, fresh
+
+
+def _loop_text(loop: Mapping[str, Any] | None) -> str:
+    if loop is None:
+        return "a loop of another form"
+    return f"a loop over memwall.steps with {', '.join(sorted(loop['stateful'])) or 'nothing by name'}"
+
+
+def _unequal(what: str, num_ranks: int) -> UsageError:
+    return UsageError(
+        f"{what} has another state on each of the {num_ranks} ranks that committed this step, which cannot be divided "
+        "among another number of them; resume with as many, or draw the samples of a step from its number"
+    )
 
 
 def _equal_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

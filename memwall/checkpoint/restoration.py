@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.kept_space import KeepsState
 from memwall.apply.optimizer_state.low_bit_form import put_together
-from memwall.checkpoint.committed import Committed, Region, Wanted, parameter_of, read_regions
+from memwall.checkpoint.committed import Committed, Region, Wanted, parameter_of, read_regions, whole_region
 from memwall.checkpoint.companions import PREFIX, Companions, holder_of
 from memwall.checkpoint.discovery import (
     Helpers,
@@ -37,7 +37,7 @@ from memwall.checkpoint.training_state import (
 from memwall.checkpoint.variables import Variables
 from memwall.errors import StoreError
 from memwall.planning.planfile import Plan, decoded
-from memwall.torch_internals.sharding import like_shard, local_part
+from memwall.torch_internals.sharding import is_sharded, like_shard, local_part
 from memwall.trace.together import TrainedTogether, models_of
 
 __all__ = ["Restoration"]
@@ -227,6 +227,7 @@ class Restoration:
             name: dict(rest) for name, rest in saved["state"].items() if name in parameters
         }
         targets: list[tuple[TensorRecord, Tensor]] = []
+        divided: list[tuple[str, Any]] = []
         for name, key, record in state_records(self._own.content.tensors, number):
             if name not in parameters:
                 continue
@@ -235,6 +236,8 @@ class Restoration:
             tensor = torch.empty_strided(like.shape, like.stride(), dtype=getattr(torch, record.dtype), device=device)
             states.setdefault(name, {})[key] = tensor
             targets.append((record, tensor))
+            if self._here(record) is not None and is_sharded(parameters[name]):
+                divided.append((name, key))
         self._read(targets)
         targets.clear()  # or what is opened would stay in memory beside it
         for name, state in states.items():
@@ -244,7 +247,7 @@ class Restoration:
             else:
                 is_kept = keeper.keeps_low_bits(parameter)
             put_together(state, low_bit_of(saved, name), is_kept=is_kept)
-            for key in saved.get("sharded", {}).get(name, ()):
+            for key in [key for of, key in divided if of == name]:
                 state[key] = like_shard(state[key], parameter)
             optimizer.state[parameter] = state
 
@@ -328,7 +331,7 @@ class Restoration:
         Args:
             held: what this process holds of its parameter.
         """
-        if self._own.region_of(record) is not None and tuple(held.shape) != record.shape:
+        if self._here(record) is not None and tuple(held.shape) != record.shape:
             return held
         return torch.empty_strided(record.shape, record.stride, device="meta")
 
@@ -341,8 +344,11 @@ class Restoration:
         read_regions(self._sources, [Wanted(record.name, tensor, self._here(record)) for record, tensor in targets])
 
     def _here(self, record: TensorRecord) -> Region | None:
-        """Returns which part of a divided tensor this process holds; None of a whole one."""
-        return None if self._own.region_of(record) is None else self._regions.get(parameter_of(record))
+        """Returns which part of a tensor this process holds; None where it is whole, here and in the checkpoint."""
+        saved, here = self._own.region_of(record), self._regions.get(parameter_of(record))
+        if saved is not None:
+            return here or whole_region(saved.whole)
+        return here if here is not None and here.whole == record.shape else None  # not a counter of steps
 
     def _whole_shape(self, part: Part) -> tuple[int, ...]:
         kind, _, name = part.name.partition("/")

@@ -90,7 +90,7 @@ def open_checkpoint(
         StoreError: as `StepCheckpoint` does.
     """
     here = launched()
-    others = other_ranks(directory, here.rank, here.num_ranks, is_resuming=is_resuming)
+    others = other_ranks(directory, here.num_ranks, is_resuming=is_resuming)
     checkpoint = StepCheckpoint(
         folder_of_rank(directory, here.rank, here.num_ranks),
         every=every,

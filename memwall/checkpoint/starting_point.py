@@ -23,7 +23,7 @@ class StartingPoint:
         is_resuming: whether to continue from what is in it.
         together: what agrees with the other ranks of a run; None of a process that trains alone.
         rank: of this process among them.
-        others: what another number of ranks has committed, which this run goes on from; None where its own is the last.
+        others: what this run goes on from beside folders of another number of ranks: theirs, opened, or its own.
 
     Attributes:
         step: how many steps were done by then.
@@ -40,11 +40,11 @@ class StartingPoint:
     ) -> None:
         self._journal, self._together, self._rank, self._others = journal, together, rank, others
         self._num_ranks = 1 if together is None else together.num_ranks
-        self.is_agreed = together is None
+        self.is_agreed = together is None and not (others is not None and others.committed)
         self.recovery_seconds = journal.recovery_seconds
         self.restoration: Restoration | None = None
         found: list[Committed] = []
-        if others is not None:
+        if others is not None and others.committed:
             found = others.committed
             self.restoration = redivided(found, rank, self._num_ranks)
             self.recovery_seconds += others.recovery_seconds
@@ -62,16 +62,25 @@ class StartingPoint:
     def agree(self) -> None:
         """Goes back to the last step that all ranks have committed; of a process alone, stays where it is.
 
+        What this process has of an earlier time, when as many ranks trained, is forgotten where all go on from others.
+
         Raises:
-            MemwallError: see `Together.common_step`.
+            MemwallError: see `Together.common_step`, and the errors of a disk.
         """
-        if self._together is not None and not self.is_agreed:
+        if self.is_agreed:
+            return
+        if self._together is not None:
             self._together.common_step(self.step, self._go_back_to, self._journal.directory)
-            self.is_agreed = True
+        self.is_agreed = True
+        if self._others is not None and self._others.committed and self._journal.last is not None:
+            self._journal.forget()
 
     def _go_back_to(self, step: int) -> None:
-        if self._others is not None:
-            raise StoreError(f"{self._others.directory} has another step for this rank than for others")
+        if self._others is not None and self._others.committed:
+            raise StoreError(
+                f"rank {self._rank} found step {self.step} of a run of {self._others.num_ranks} ranks in "
+                f"{self._others.directory}: not all hosts see the same folders there"
+            )
         found = self._journal.go_back_to(step)
         self.restoration = None if found is None else Restoration([Committed(self._journal, found)])
         self.step = step

@@ -52,7 +52,7 @@ class StepCheckpoint:
         backend: the operating system, or a test's substitute for it.
         together: what agrees with the other ranks of a run; None of a process that trains alone.
         rank: of this process among them.
-        others: what another number of ranks has committed, which this run goes on from; None where its own is the last.
+        others: see `StartingPoint`.
 
     Attributes:
         run_directory: the folder that the user named; of one of several ranks, the one that has the folders of all.

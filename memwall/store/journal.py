@@ -198,6 +198,18 @@ class Journal(Closing):
         self.data.adopt(() if self.last is None else self.last.slots)
         return self.last
 
+    def forget(self) -> None:
+        """Makes the directory an empty one again, whatever was committed; before anything is written.
+
+        Raises:
+            OffloadIOError: the files cannot be written.
+        """
+        for number in range(2):
+            self._write_block(bytes(ALIGNMENT_BYTES), record_offset(number))
+        self._sync_commit()
+        self._superblock, self._records, self.last = None, (), None
+        self.data.adopt(())
+
     def _committed(self, superblock: Superblock, step: int, buckets: tuple[Stored, ...], content: bytes) -> Generation:
         number = 1 if self.last is None else self.last.number + 1
         extents = tuple(self._extent(stored) for stored in buckets)

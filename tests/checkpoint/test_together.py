@@ -15,7 +15,8 @@ from memwall.checkpoint.resumption import open_checkpoint
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.checkpoint.together import Together
 from memwall.cli.app import main
-from memwall.errors import UsageError
+from memwall.errors import StoreError, UsageError
+from memwall.store.journal import recorded_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -157,6 +158,8 @@ def test_another_number_of_ranks_goes_on(
     """GIVEN ranks with the same batches THEN each of another number ends as one that nobody ended."""
     plain = run(Script)
     two_ranks(tmp_path, alike)
+    for other in range(num_ranks) if num_ranks > 1 else ():
+        (tmp_path / f"rank-{other}-of-{num_ranks}").mkdir()
     rank_of(rank, num_ranks)
     checkpoint = opened(tmp_path, Others(3) if num_ranks > 1 else None)
     assert checkpoint.resumed_steps == 3
@@ -211,3 +214,62 @@ def test_ranks_go_on_from_one_process(tmp_path: Path, rank_of: Callable[[int, in
         opened(tmp_path, None, is_resuming=False)
     others = Others(3)
     assert are_equal(plain.result, run(Script, opened(tmp_path, others)).result)
+
+
+def step_of(folder: Path) -> int:
+    return max(recorded_steps(str(folder)), default=0)
+
+
+def of_ranks(folder: Path, num_ranks: int, steps: int) -> None:
+    """GIVEN so many ranks that have all committed this step."""
+    for rank in range(num_ranks):
+        committing = StepCheckpoint(folder / f"rank-{rank}-of-{num_ranks}", together=together(Others(0)))
+        run(lambda: Script(stop_in=steps), committing)
+
+
+def test_later_steps_that_lack_a_folder_are_not_gone_back_from(
+    tmp_path: Path, rank_of: Callable[[int, int], None]
+) -> None:
+    """GIVEN three ranks at step 4, the folder of one lost AND two ranks at step 2 THEN nothing goes on from step 2."""
+    of_ranks(tmp_path, 2, 2)
+    of_ranks(tmp_path, 3, 4)
+    shutil.rmtree(tmp_path / "rank-1-of-3")
+    rank_of(0, 3)
+    said = r"3 ranks, but not the folders rank-1-of-3.*the newest is step 4, and the last whole one .* is step 2"
+    with pytest.raises(UsageError, match=said):
+        opened(tmp_path, Others(4))
+    assert step_of(tmp_path / "rank-0-of-3") == 4
+
+
+def test_what_a_rank_has_is_kept_until_all_agree_to_go_on_from_others(
+    tmp_path: Path, rank_of: Callable[[int, int], None]
+) -> None:
+    """GIVEN two ranks at step 2 and three at step 4, of which one is damaged, or not seen by all hosts."""
+    plain = run(Script)
+    of_ranks(tmp_path, 2, 2)
+    of_ranks(tmp_path, 3, 4)
+    rank_of(0, 2)
+    elsewhere = opened(tmp_path, Others(2))
+    with pytest.raises(UsageError, match=r"rank 0 found step 4 of a run of 3 ranks in .*: not all hosts see the same"):
+        elsewhere.ask()
+    elsewhere.close(completed=False)
+    assert step_of(tmp_path / "rank-0-of-2") == 2
+    for_later = tmp_path.parent / f"{tmp_path.name}-copy"
+    shutil.copytree(tmp_path, for_later)
+    (tmp_path / "rank-1-of-3" / "memwall.data").write_bytes(b"")
+    with pytest.raises(StoreError, match="rank-1-of-3"):
+        opened(tmp_path, Others(4))
+    assert step_of(tmp_path / "rank-0-of-2") == 2
+    assert are_equal(plain.result, run(Script, opened(for_later, Others(4))).result)
+    assert step_of(for_later / "rank-0-of-2") == NUM_STEPS
+
+
+def test_older_steps_of_another_number_are_deleted(tmp_path: Path, rank_of: Callable[[int, int], None]) -> None:
+    plain = run(Script)
+    of_ranks(tmp_path, 3, 2)
+    of_ranks(tmp_path, 2, 3)
+    rank_of(0, 2)
+    checkpoint = opened(tmp_path, Others(3))
+    assert checkpoint.resumed_steps == 3
+    assert are_equal(plain.result, run(Script, checkpoint).result)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
