@@ -3,7 +3,6 @@
 A rank that is about to receive says so in the store of all, and one that waits for it to train looks there.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,7 +23,6 @@ _NAMES = (*_WAITING, "irecv", "batch_isend_irecv")
 _REFUSED = "memwall/refused"
 _NOTHING = b"-"
 _ANYBODY = -1
-_numbers = itertools.count(1)
 
 
 class Receive(NamedTuple):
@@ -74,7 +72,7 @@ def _received(name: str, has_met: Callable[[], bool], original: Callable[..., An
     if name not in _WAITING:
         return original(*args, **kwargs)
     store, key = store_of_all(), _key(distributed.get_rank())
-    store.set(key, f"{next(_numbers)} {_source(*args, **kwargs)}")
+    store.set(key, f"{store.add(f'{key}/calls', 1)} {_source(*args, **kwargs)}")
     try:
         return original(*args, **kwargs)
     except RuntimeError as error:
