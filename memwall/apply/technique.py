@@ -119,16 +119,22 @@ class Target:
         """
         self._undo.append((undo, is_state))
 
-    def room_bytes(self) -> int | None:
-        """Returns the bytes that tensors may still take in this step; None where nothing limits them.
+    def room(self) -> Callable[[], int | None]:
+        """Returns what tells the bytes that tensors may still take in a step; None where nothing limits them.
 
         None as well where several ranks train: what is decided by it must be the same on all of them, or one of them
-        issues a collective, such as that of SyncBatchNorm in a block, that others wait for in vain.
+        issues a collective, such as that of SyncBatchNorm in a block, that others wait for in vain. Blocks keep it, so
+        that it keeps nothing of this run alive.
         """
-        if num_processes() > 1:
-            return None
+        allocator = self.allocator
         device = next((p.device for p in self.model.parameters() if p.device.type == "cuda"), None)
-        return self.allocator.room_bytes() if device is None else cuda_room_bytes(device)
+
+        def room_bytes() -> int | None:
+            if num_processes() > 1:
+                return None
+            return allocator.room_bytes() if device is None else cuda_room_bytes(device)
+
+        return room_bytes
 
     def left_bytes(self, tier: TierName) -> int | None:
         """Returns what saved tensors may use of a tier: without the part that the plan means for other things."""

@@ -17,7 +17,6 @@ from memwall.apply import applied, technique
 from memwall.apply.blocks.hidden_state import HiddenState
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.engine import ActivationOffload
-from memwall.apply.technique import Target
 from memwall.apply.techniques.offload import OffloadLayer
 from memwall.errors import ApplyError, NotExactError
 from memwall.planning.action import Action
@@ -130,7 +129,7 @@ def test_without_room_for_a_second_run_the_one_in_backward_is_the_proof(
     model = model_with(Counted)
     expected = trained(copy.deepcopy(model), num_steps=1)
     calls.clear()
-    monkeypatch.setattr(Target, "room_bytes", lambda target: 1000)
+    monkeypatch.setattr(AllocatorHandler, "room_bytes", lambda handler: 1000)
     with Session(plan=plan_of(model, Recompute(block="blocks.1"))) as session, caplog.at_level(logging.DEBUG):
         session.attach(model, optimizer := torch.optim.AdamW(model.parameters()))
         batch = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -151,7 +150,7 @@ def test_a_block_that_was_not_run_twice_and_differs_in_backward_ends_the_run(mon
 
     moved: list[int] = []
     monkeypatch.setattr(HiddenState, "recalled", lambda state: nullcontext())
-    monkeypatch.setattr(Target, "room_bytes", lambda target: 0)
+    monkeypatch.setattr(AllocatorHandler, "room_bytes", lambda handler: 0)
     model = model_with(Moving)
     with (
         Session(plan=plan_of(model, Recompute(block="blocks.1"))) as session,

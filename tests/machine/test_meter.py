@@ -27,11 +27,20 @@ class Card:
         calls = {
             "mem_get_info": lambda device: (80 * GIB - 500 * MIB - self.reserved_bytes, 80 * GIB),
             "memory_reserved": lambda device: self.reserved_bytes,
-            "max_memory_reserved": lambda device: self.peak_reserved_bytes,
+            "memory_stats_as_nested_dict": self._statistics,
             "reset_peak_memory_stats": self._reset,
         }
         for name, call in calls.items():
             monkeypatch.setattr(torch.cuda, name, call)
+
+    def _statistics(self, device: object) -> dict[str, object]:
+        peak = {"all": {"peak": self.peak_reserved_bytes}}
+        return {
+            "allocated_bytes": peak,
+            "reserved_bytes": peak,
+            "inactive_split_bytes": {"all": {"peak": 0}},
+            "num_alloc_retries": 0,
+        }
 
     def _reset(self, device: object) -> None:
         self.devices.append(device)

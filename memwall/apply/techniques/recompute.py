@@ -66,7 +66,7 @@ class RecomputeHandler(BlockHandler[Recompute]):
     watches = RecomputeEffect
 
     def layer(self, target: Target) -> RecomputeLayer:
-        return RecomputeLayer(self.action, target.room_bytes)
+        return RecomputeLayer(self.action, target.room())
 
     def lost(self, target: Target) -> str:
         return target.blocks.wrapped(self.action.block)[1].dropped
