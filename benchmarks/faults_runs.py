@@ -128,7 +128,7 @@ class Ended(NamedTuple):
     status: int
     """Exit status; of one that a signal ended its number, negated."""
     digest: str
-    """Of what it has trained; "" where it did not come to its end."""
+    """The digest of what it has trained; "" where it did not come to its end."""
     said: str
     """The last lines of standard error."""
     count: int

@@ -44,7 +44,7 @@ KINDS = ("killed", "stopped", "starved")
 
 
 class Fault(NamedTuple):
-    """What befalls a rank, and when."""
+    """Says what befalls a rank, and when."""
 
     kind: str
     rank: int

@@ -22,7 +22,7 @@ __all__ = ["WarmPython", "printed_by", "warm_python"]
 _ROOT = Path(__file__).parents[1]
 
 IMPORTS = "import torch, torch._dynamo, memwall.cli.app, memwall.integrations.launcher, memwall.session.fit"
-"""What a script needs that trains under memwall. torch itself imports its compiler for the first optimizer."""
+"""The imports of a script that trains under memwall. torch itself imports its compiler for the first optimizer."""
 
 _SERVER = """
 import json, os, runpy, socket, sys, types

@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memwall.errors import ApplyError
+from memwall.machine.process_group import num_processes
 
 __all__ = ["MicroBatches", "count_terms", "num_samples", "shifts_labels", "take", "tensors_in"]
 
@@ -85,7 +86,7 @@ class MicroBatches:
         if self._weight is None:
             raise ApplyError("session.backward(loss) was called outside `for micro in session.step(batch)`")
         if self._weight == 0.0 and not bool(loss.detach().isfinite().all()):
-            if distributed.is_available() and distributed.is_initialized():  # others wait for this backward
+            if num_processes() > 1:  # others wait for this backward
                 (loss * 0.0).backward()
             return torch.zeros_like(loss.detach())
         share = loss if self._weight == 1.0 else loss * self._weight

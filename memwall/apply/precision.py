@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.errors import ApplyError
+from memwall.machine.process_group import num_processes
 from memwall.patches import Patches
 from memwall.torch_internals.storages import sparse_values
 from memwall.trace.attached import attach_hook, wrap_forward
@@ -259,7 +260,7 @@ class GradientScaling:
 
 def _on_all_ranks(is_finite: Tensor) -> bool:
     """Returns whether no rank's gradients overflowed: after their reduction every rank has those of all others."""
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if num_processes() > 1:
         is_finite = is_finite.to(torch.int32)
         distributed.all_reduce(is_finite, distributed.ReduceOp.MIN)
     return bool(is_finite)

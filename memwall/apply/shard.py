@@ -5,9 +5,10 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from memwall.errors import UsageError
+from memwall.machine.process_group import num_processes
 from memwall.planning.planfile import Plan
 from memwall.planning.ranks.forecast import RanksForecast
 from memwall.predict.sharding.ddp import Ddp
@@ -37,7 +38,7 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
     ranks = plan.forecast.ranks
     if ranks is None or ranks.chosen is None:
         raise UsageError("the plan is for one process; make one for ranks: memwall plan SPEC --device NAME --ranks N")
-    num_here = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    num_here = num_processes()
     if num_here != ranks.network.num_ranks:
         raise UsageError(
             f"the plan is for {ranks.network.num_ranks} ranks, and there are {num_here} (the process group must be "

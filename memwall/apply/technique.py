@@ -21,9 +21,9 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.optimizer_state.state_keeper import StateKeeper
-from memwall.apply.streaming.building import num_processes
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.errors import ApplyError
+from memwall.machine.process_group import num_processes
 from memwall.machine.tiers import Machine
 from memwall.planning.settings import Settings
 from memwall.planning.technique import Technique, techniques

@@ -1,4 +1,4 @@
-"""What one of N ranks goes on from where M ranks have committed a step: tensors by their regions, the rest by rank.
+"""Makes what one of N ranks goes on from of a step that M ranks committed: tensors by their regions, the rest by rank.
 
 Parameters and the optimizer's state are the same whatever their division. What each rank has of its own is given to the
 rank of its number; a rank that is new takes the first ranks' once more, where all of them have the same.

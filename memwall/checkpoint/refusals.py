@@ -1,4 +1,4 @@
-"""What of a script's optimizers and models cannot be committed, said before anything is lost."""
+"""Refuses optimizers and models of a script that cannot be committed, before anything is lost."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ __all__ = ["Meeting", "Together"]
 
 
 class Meeting(Protocol):
-    """Lets ranks agree on numbers; see `memwall.session.ranks.Ranks`."""
+    """Lets ranks agree on numbers; see `memwall.session.ranks.agreement.Ranks`."""
 
     def largest(self, values: Sequence[int], /) -> tuple[int, ...]:
         """Returns the largest of all ranks, number by number."""

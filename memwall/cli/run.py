@@ -133,7 +133,7 @@ def run(
     from memwall.report.text import plan_report
     from memwall.report.text import run_report as run_table
     from memwall.session.next_budget import read_next_budget
-    from memwall.session.ranks import Ranks
+    from memwall.session.ranks.agreement import Ranks
     from memwall.session.session import Session
 
     # Each rank that a launcher started here is given the same command.

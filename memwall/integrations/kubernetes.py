@@ -26,7 +26,7 @@ _SHM_BYTES = 1 << 30
 _HOST_PROCESS_BYTES = 4 << 30
 """Assumed for code and libraries of a process that trains on a GPU: no forecast has them."""
 _SLACK_BYTES = 1 << 30
-"""Of the disk, for logs and the container's own layer."""
+"""Disk for logs and the container's own layer."""
 
 
 class JobCommand(Struct, frozen=True, kw_only=True):

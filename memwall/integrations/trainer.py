@@ -29,8 +29,8 @@ from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
 from memwall.session.fit import open_session
 from memwall.session.parallel import check_parallel
+from memwall.session.ranks.shared_plan import agreed_excess
 from memwall.session.session import Session
-from memwall.session.shared_plan import agreed_excess
 from memwall.units import format_bytes
 
 try:

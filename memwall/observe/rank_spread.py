@@ -7,7 +7,7 @@ import msgspec
 
 from memwall.machine.launched import launched
 from memwall.observe.run_report import RankSpread, RunReport
-from memwall.session.ranks import Ranks
+from memwall.session.ranks.agreement import Ranks
 
 __all__ = ["rank_file_name", "report_of_all", "spread_over"]
 

@@ -169,13 +169,7 @@ def _checkpointing_twice(source: _Source) -> Iterator[Mistake]:
     by_model = [*source.called("gradient_checkpointing_enable"), *_turned_on(source, "gradient_checkpointing")]
     by_fsdp = [
         *_turned_on(source, "activation_checkpointing"),
-        *(
-            value
-            for node in source.nodes
-            if isinstance(node, ast.Dict)
-            for key, value in zip(node.keys, node.values, strict=True)
-            if _is_constant(key, "activation_checkpointing") and _is_true(value)
-        ),
+        *_true_in_dictionaries(source, "activation_checkpointing"),
     ]
     by_hand = source.called("apply_activation_checkpointing", "checkpoint_wrapper")
     ways = [found for found in (by_model, by_fsdp, by_hand) if found]
@@ -189,17 +183,11 @@ def _checkpointing_twice(source: _Source) -> Iterator[Mistake]:
 
 
 def _zero_without_effect(source: _Source) -> Iterator[Mistake]:
-    configured = [
-        key
-        for node in source.nodes
-        if isinstance(node, ast.Dict)
-        for key in node.keys
-        if _is_constant(key, "zero_optimization")
-    ]
+    configured = [key for key, _ in _in_dictionaries(source, "zero_optimization")]
     used = source.called("initialize", "DeepSpeedPlugin") or any("deepspeed" in _keywords(c) for c in source.calls)
     if configured and not used and not source.called("dump"):
         yield Mistake(
-            line=configured[0].lineno if configured[0] is not None else 1,
+            line=configured[0].lineno,
             found="a DeepSpeed configuration with ZeRO is made and given to nobody: nothing is divided",
             advice="give it to deepspeed.initialize(config=...), TrainingArguments(deepspeed=...) or DeepSpeedPlugin",
         )
@@ -216,18 +204,10 @@ def _data_parallel(source: _Source) -> Iterator[Mistake]:
 
 def _unused_and_reentrant(source: _Source) -> Iterator[Mistake]:
     unused = [*_turned_on(source, "find_unused_parameters"), *_turned_on(source, "ddp_find_unused_parameters")]
-    in_dicts = [
-        value
-        for node in source.nodes
-        if isinstance(node, ast.Dict)
-        for key, value in zip(node.keys, node.values, strict=True)
-        if _is_constant(key, "use_reentrant") and _is_true(value)
-    ]
-    reentrant = _turned_on(source, "use_reentrant")
-    if unused and (reentrant or in_dicts):
-        line = min(node.lineno for node in (*reentrant, *in_dicts))
+    reentrant = [*_turned_on(source, "use_reentrant"), *_true_in_dictionaries(source, "use_reentrant")]
+    if unused and reentrant:
         yield Mistake(
-            line=line,
+            line=min(node.lineno for node in reentrant),
             found="reentrant checkpointing hides parameters from DistributedDataParallel with "
             f"find_unused_parameters=True (line {unused[0].lineno}), and backward fails",
             advice="use_reentrant=False, or find_unused_parameters=False",
@@ -276,6 +256,17 @@ def _is_true(node: ast.AST | None) -> bool:
 def _turned_on(source: _Source, keyword: str) -> list[ast.Call]:
     """Returns the calls that are given True by this name."""
     return [call for call in source.calls if _is_true(_keywords(call).get(keyword))]
+
+
+def _in_dictionaries(source: _Source, name: str) -> list[tuple[ast.expr, ast.expr]]:
+    """Returns keys of this name in dictionaries that are written out, each with its value."""
+    dictionaries = (node for node in source.nodes if isinstance(node, ast.Dict))
+    items = (item for each in dictionaries for item in zip(each.keys, each.values, strict=True))
+    return [(key, value) for key, value in items if key is not None and _is_constant(key, name)]
+
+
+def _true_in_dictionaries(source: _Source, name: str) -> list[ast.expr]:
+    return [value for _, value in _in_dictionaries(source, name) if _is_true(value)]
 
 
 def _mentions_any(source: _Source, names: tuple[str, ...]) -> bool:

@@ -22,9 +22,9 @@ from memwall.session.evaluation_batch import with_evaluation
 from memwall.session.first_plan import charged, planned
 from memwall.session.measurements import Measurements
 from memwall.session.plan_in_effect import PlanInEffect
-from memwall.session.ranks import Ranks
+from memwall.session.ranks.agreement import Ranks
+from memwall.session.ranks.shared_plan import Solve, check_equal, planned_together
 from memwall.session.recorded_step import RecordedForms, RecordedStep
-from memwall.session.shared_plan import Solve, check_equal, planned_together
 from memwall.session.step_borders import StepBorders
 from memwall.trace.records import Trace
 

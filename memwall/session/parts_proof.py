@@ -30,6 +30,7 @@ from memwall.checkpoint.companions import generator_state, set_generator_state
 from memwall.checkpoint.reachable import is_generator, reachable
 from memwall.checkpoint.training_state import random_states, restore_random_states
 from memwall.errors import MemwallError, NotExactError
+from memwall.machine.process_group import num_processes
 from memwall.session.step_state import StepState
 
 __all__ = ["ROUNDING_RATIO", "PartsProof"]
@@ -192,7 +193,7 @@ def _why_not(model: nn.Module, micro_batch: int) -> str:
     """Returns why a part cannot be compared with its halves before the step."""
     if micro_batch < 2:
         return "the parts are of one sample, and more do not fit"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if num_processes() > 1:
         return "several ranks train together"
     if any(isinstance(parameter, GuardedParameter) for parameter in model.parameters()):
         return "parameters and gradients leave memory"

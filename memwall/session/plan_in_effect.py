@@ -1,4 +1,4 @@
-"""What stands in a model and its process for a plan: actions, what is on disk or on the host, the heap, the limits."""
+"""Applies a plan to a model and its process, and knows what stands for it there: actions, tiers, the heap, limits."""
 
 import logging
 

@@ -7,15 +7,14 @@ begin again; a run that commits its steps leaves that budget to the process that
 
 import logging
 
-from torch import distributed
-
 from memwall.apply.memory.exhaustion import Exhaustion, as_error, exhaustion_of
 from memwall.errors import InfeasibleError, OutOfMemoryError
+from memwall.machine.process_group import num_processes
 from memwall.planning.planfile import Plan
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
 from memwall.session.next_budget import MAX_ATTEMPTS
-from memwall.session.shared_plan import agreed_excess
+from memwall.session.ranks.shared_plan import agreed_excess
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_state import StepState
 from memwall.units import format_bytes
@@ -103,9 +102,9 @@ class Recovery:
         Args:
             state: what the step began with, where that is known.
         """
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        if num_processes() > 1:
             return (
-                f"this is one of {distributed.get_world_size()} processes, and the others wait for its part of this "
+                f"this is one of {num_processes()} processes, and the others wait for its part of this "
                 "step: it ends, so that they do not wait for ever"
             )
         if self._live.plan is None:

@@ -23,8 +23,8 @@ from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
 from memwall.session.parallel import check_optimizer, check_parallel
 from memwall.session.parts_proof import PartsProof
-from memwall.session.ranks import Ranks
-from memwall.session.receives import watch_receives
+from memwall.session.ranks.agreement import Ranks
+from memwall.session.ranks.receives import watch_receives
 from memwall.session.refusals import check_is_trainable_here
 from memwall.session.step_borders import StepBorders
 from memwall.session.steps import State, Steps

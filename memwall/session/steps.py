@@ -11,10 +11,10 @@ from memwall.apply.offload.parking import close_unneeded
 from memwall.errors import MemwallError, NoEffectError, RankError
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements, trained_parameters
+from memwall.session.ranks.shared_plan import tell_of_failure
 from memwall.session.recovery import Recovery
 from memwall.session.redo import Redo
 from memwall.session.refusals import check_not_captured
-from memwall.session.shared_plan import tell_of_failure
 from memwall.session.stages import Stages
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_clock import StepClock

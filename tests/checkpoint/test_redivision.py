@@ -1,4 +1,4 @@
-"""What of a step is no tensor is given to another number of ranks where that is sure, and refused where it is not."""
+"""Another number of ranks is given what of a step is no tensor where that is sure, and is refused elsewhere."""
 
 from types import SimpleNamespace
 from typing import Any

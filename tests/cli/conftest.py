@@ -2,6 +2,7 @@ import inspect
 import json
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must fail; returns the message, which is all there is on standard error at the end."""
+
+    def run(*arguments: str | Path, status: int = 2) -> str:
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == status
+        head, found, message = capsys.readouterr().err.rpartition("memwall: ")
+        assert found, f"no message: {head}"
+        return message.removesuffix("\n")
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -191,7 +191,7 @@ MUTATIONS = (
         "memwall/apply/microbatch.py",
         "self._weight = counter(micro) / total",
         "self._weight = 1 / len(begins)",
-        ("tests/session/test_fit.py::test_accumulation_gives_the_gradient_of_the_undivided_batch",),
+        ("tests/session/test_micro_batches.py::test_accumulation_gives_the_gradient_of_the_undivided_batch",),
     ),
     Mutation(
         "rows that no label counts in get what was in memory for a gradient",

@@ -33,6 +33,6 @@ def test_a_block_that_is_asked_back_comes_whole_whatever_the_window_is() -> None
 
 
 def test_what_has_come_back_makes_room_for_what_leaves_later() -> None:
-    """Of two passes, as accumulation has them, the second finds the window empty."""
+    """The second of two passes, as accumulation has them, finds the window empty."""
     first, second = Passing(10, (0, 0), (5, 0), (5, 0)), Passing(10, (8, 0), (12, 0), (12, 0))
     assert through_window([first, second], 10) == [Passage(None, (5, 0)), Passage(None, (12, 0))]

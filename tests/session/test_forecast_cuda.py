@@ -1,4 +1,4 @@
-"""What a session foresees of a CUDA device is what torch holds there, windows and all."""
+"""A session foresees of a CUDA device what torch holds there, windows and all."""
 
 import pytest
 import torch

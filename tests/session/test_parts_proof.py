@@ -28,7 +28,7 @@ def plan_for(model: nn.Module, micro_batch: int = 4) -> AppliedPlan:
 
 
 def proven(model: nn.Module, loss_of: Callable[[Tensor], Tensor], *, micro_batch: int = 4) -> tuple[str, int]:
-    """What a proof says of a batch of 8 that is taken in parts, and how often the model was called for it."""
+    """Returns what a proof says of a batch of 8 that is taken in parts, and how often the model was called for it."""
     applied = plan_for(model, micro_batch)
     calls: list[int] = []
     model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))

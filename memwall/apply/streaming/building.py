@@ -6,16 +6,17 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from memwall.apply.streaming.guard import GuardedParameter
 from memwall.apply.streaming.parameter_tier import ParameterTier, StreamedParameter
 from memwall.machine.meter import process_bytes, return_free_memory
+from memwall.machine.process_group import num_processes
 from memwall.patches import Patches
 from memwall.planning.techniques.parameters import passing_bytes
 
-__all__ = ["Building", "leaves_no_room", "num_processes"]
+__all__ = ["Building", "leaves_no_room"]
 
 # What Python and torch make beside parameters while a model is built.
 _SLACK_BYTES = 16 << 20
@@ -39,12 +40,6 @@ def leaves_no_room(budget_bytes: int, window_bytes: int) -> Callable[[nn.Paramet
         return process_bytes() + coming_bytes + _SLACK_BYTES > budget_bytes
 
     return must_leave
-
-
-def num_processes() -> int:
-    """Returns how many processes train together, as torch.distributed has it."""
-    is_one_of_several = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if is_one_of_several else 1
 
 
 class Building:

@@ -11,7 +11,7 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.optimizer_state.kept_space import kept_space, open_scratch_pool
 from memwall.apply.optimizer_state.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.state_keeper import can_place
-from memwall.apply.streaming.building import Building, leaves_no_room, num_processes
+from memwall.apply.streaming.building import Building, leaves_no_room
 from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
@@ -19,6 +19,7 @@ from memwall.apply.streaming.stream_units import hooked_parameters
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.machine.limits import memory_limit_bytes
 from memwall.machine.meter import process_bytes
+from memwall.machine.process_group import num_processes
 from memwall.planning.menu import WINDOW_BYTES
 from memwall.planning.techniques.parameters import MIN_PARAMETER_BYTES, ParameterPlacement, parameter_window_bytes
 from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of

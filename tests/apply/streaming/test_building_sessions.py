@@ -32,7 +32,7 @@ def open_sessions() -> Iterator[list[Session]]:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is large for a budget is large for a small model."""
+    """A model is small here, and so is what counts as large."""
     monkeypatch.setattr(parameter_keeper, "MIN_PARAMETER_BYTES", 4 * KIB)
     monkeypatch.setattr(parameter_keeper, "parameter_window_bytes", lambda _: WINDOW_BYTES)
     monkeypatch.setattr(parameter_building, "process_bytes", lambda: 1 << 50)

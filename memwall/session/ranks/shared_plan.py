@@ -18,7 +18,7 @@ from memwall.planning.planfile import Plan, decoded
 from memwall.planning.settings import Settings
 from memwall.predict.first_step import FirstStep
 from memwall.predict.live_device import live_process
-from memwall.session.ranks import Ranks
+from memwall.session.ranks.agreement import Ranks
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes

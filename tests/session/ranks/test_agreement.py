@@ -13,8 +13,8 @@ from torch import Tensor, distributed, nn
 
 from memwall.apply.microbatch import MicroBatches
 from memwall.errors import RankError
-from memwall.session.ranks import Ranks
-from memwall.session.shared_plan import agreed_excess, tell_of_failure
+from memwall.session.ranks.agreement import Ranks
+from memwall.session.ranks.shared_plan import agreed_excess, tell_of_failure
 
 pytestmark = pytest.mark.skipif(not distributed.is_gloo_available(), reason="this torch has no gloo")
 
@@ -77,7 +77,7 @@ class Unreached:
 
 def test_a_store_that_does_not_answer_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN rank 0, which holds the store, stopped THEN another rank ends and says so, and leaves no last word."""
-    monkeypatch.setattr("memwall.session.ranks._GRACE", timedelta(seconds=0.1))
+    monkeypatch.setattr("memwall.session.ranks.agreement._GRACE", timedelta(seconds=0.1))
     store = Stopped()
     try:
         ranks = Ranks(store, Unreached(), rank=1, num_ranks=4)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import distributed
 
 from memwall.errors import RankError
+from memwall.machine.process_group import num_processes
 from memwall.patches import Patches
 from memwall.session.parallel import PIPELINE, check_no_pipeline
 from memwall.torch_internals.process_groups import store_of_all
@@ -66,7 +67,7 @@ def refuse_receiving(store: Any, ranks: Sequence[int]) -> RankError:
 
 
 def _received(name: str, has_met: Callable[[], bool], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if has_met() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if has_met() or num_processes() == 1:
         return original(*args, **kwargs)
     check_no_pipeline()
     if name not in _WAITING:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, distributed
 
 from memwall.errors import ApplyError, RankError
+from memwall.machine.process_group import num_processes
 from memwall.session.parallel import check_no_pipeline
-from memwall.session.receives import Receive, receiving, refuse_receiving
+from memwall.session.ranks.receives import Receive, receiving, refuse_receiving
 from memwall.torch_internals.dispatch import without_dispatch_modes
 from memwall.torch_internals.process_groups import store_of_all
 
@@ -49,7 +50,7 @@ class Ranks:
             RankError: not all of them opened a session within the time-out of the script's process group, or one waits
                 for another's message before it trains.
         """
-        if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        if num_processes() == 1:
             return None
         if distributed.get_backend() == "fake":  # stands for ranks that are not there
             return None

@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import memwall
 from memwall.errors import UsageError
-from memwall.session import ranks, receives
-from memwall.session.receives import Receive, receiving
+from memwall.session.ranks import agreement, receives
+from memwall.session.ranks.receives import Receive, receiving
 
 BY_HAND = """
 import torch
@@ -72,9 +72,9 @@ def waiting(*found: dict[int, Receive]) -> tuple[list[int], list[int]]:
     """Returns who is missing and who is stuck, of three ranks of which rank 0 has come, by what each look finds."""
     looks = iter(found)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memwall.session.ranks.receiving", lambda *_: next(looks, {}))
-        patch.setattr("memwall.session.ranks._missing", lambda *_: [1, 2])
-        return ranks._absent(None, None, 3, timedelta(seconds=0.02))
+        patch.setattr("memwall.session.ranks.agreement.receiving", lambda *_: next(looks, {}))
+        patch.setattr("memwall.session.ranks.agreement._missing", lambda *_: [1, 2])
+        return agreement._absent(None, None, 3, timedelta(seconds=0.02))
 
 
 @pytest.mark.parametrize(
