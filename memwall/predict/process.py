@@ -34,6 +34,9 @@ _LEAST_MARGIN_BYTES = 16 << 20
 # Without anything applied nothing holds the heap to the forecast: it must fit with this much more of what the step
 # adds. Small models fragment most: 45 % was seen on a GPT-2 of 12 MB (tests/integrations/scripts, 2026-11-20).
 _UNWATCHED_SHARE = 0.5
+# To replay a step under malloc takes some 2 KB of this process for each of its storages, and seconds for 100,000 of
+# them; a step of LBFGS whose closure unrolls a thousand cells has millions.
+_MOST_REPLAYED_STORAGES = 30_000
 
 
 class Resident(Struct, frozen=True, kw_only=True):
@@ -189,6 +192,9 @@ class ProcessModel(Process):
         return self._by_malloc(step, malloc, is_default=True) if self._has_malloc else self.bare(step)
 
     def _by_malloc(self, step: Step, malloc: MallocPolicy, *, is_default: bool) -> Resident:
+        if len(step.storages) > _MOST_REPLAYED_STORAGES:
+            policy = "default" if is_default else malloc.name
+            return msgspec.structs.replace(self.bare(step), policy=policy, is_default=is_default)
         figures = replay(malloc, events_of(step))
         return Resident(
             policy="default" if is_default else malloc.name,

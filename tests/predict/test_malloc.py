@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import pytest
 
 from memwall.errors import UsageError
+from memwall.machine.tiers import Machine
 from memwall.predict.malloc import malloc_policies as subject
 from memwall.predict.malloc.malloc_calls import StepEvents, events_of, repeated
 from memwall.predict.malloc.malloc_process import ALLOCATE, FREE, MOVE, SET_POLICY, STEP, resident_pages
-from memwall.trace.records import Category, Op, Phase, Step, Storage
+from memwall.predict.process import ProcessModel
+from memwall.trace.records import Category, Op, Phase, Step, Storage, Trace
 
 MIB = 1 << 20
 BLOCK = 100 << 10
@@ -266,3 +268,34 @@ def test_a_process_that_writes_the_same_blocks_gets_as_large_as_predicted(name: 
     )
     measured_bytes = int(done.stdout)
     assert predicted_bytes == pytest.approx(measured_bytes, rel=0.03)
+
+
+def test_a_step_of_too_many_tensors_is_foreseen_by_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a step that would take long and much memory to replay WHEN its plain peak is asked for THEN it has one."""
+    short = step([storage(8 * MIB, 0, 1), storage(4 * MIB, 1, 2)], ["forward", "backward"])
+    trace = Trace(
+        schema="memwall.trace/2",
+        source="recorded",
+        device="cpu",
+        torch_version="2.13.0",
+        num_threads=1,
+        model_fingerprint="",
+        optimizer="",
+        micro_batch=1,
+        gradients_persist=False,
+        num_micro_batches=1,
+        autocast="none",
+        is_parked=False,
+        base_bytes=MIB,
+        workspace_bytes=0,
+        machine=Machine(),
+        names=(),
+        modules=(),
+        steps=(short,),
+        input_shape=(),
+        input_dtype="",
+    )
+    process = ProcessModel(trace)
+    monkeypatch.setattr("memwall.predict.process._MOST_REPLAYED_STORAGES", 1)
+    monkeypatch.setattr("memwall.predict.process.replay", None)
+    assert process.free(short).process_bytes == process.bare(short).process_bytes == 9 * MIB
