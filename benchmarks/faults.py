@@ -1,7 +1,7 @@
 """Does harm to training runs, and counts what comes of it: identical, one clear error, or something worse.
 
     python benchmarks/faults.py allocations|signals|file-systems|clocks|threads|fits|soak ...
-        [--share 1/10] [--seconds 270] [--minutes 120]
+        [--share 1/10] [--seconds N] [--minutes 120]
 
 `allocations` has every allocation of a CPU tensor fail, in the first step, in planned ones, commits and recovery, by
 `memwall.fit`, `memwall run --checkpoint` and transformers' Trainer. `signals` sends 300 of them at random instants to

@@ -245,6 +245,8 @@ class Steps:
             self._room.restart()
             self._is_applied_inside = self.borders.in_optimizer  # too late for an optimizer that steps already
         if self.live.in_effect.applied is not None:
+            if self._has_room:  # malloc may keep what a save or an evaluation has freed
+                self.live.in_effect.allocator.trim(generation=1)
             self.live.in_effect.applied.begin_step()
             if self.borders.is_stepped_by_hand:
                 self.live.in_effect.leave_room_in_step()
