@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memwall.errors import StoreError
+from memwall.store.away_tensor import away_like
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.store.room import with_room
 from memwall.store.scratch import Slot
@@ -119,7 +120,7 @@ class Bucket(ABC, Generic[M]):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.home = device
         self._pieces: tuple[_Piece, ...] = ()
         self._read: M | None = None
         self.write: M | None = None
@@ -148,7 +149,7 @@ class Bucket(ABC, Generic[M]):
 
     def new_buffer(self, num_bytes: int) -> BucketBuffer:
         """Returns memory that such tensors are used in."""
-        return BucketBuffer(num_bytes, self._device)
+        return BucketBuffer(num_bytes, self.home)
 
     def begin_read(self, buffer: BucketBuffer, after: M | None = None) -> None:
         """Begins to fill `buffer`, once the write `after` no longer needs it."""
@@ -225,7 +226,7 @@ class Bucket(ABC, Generic[M]):
         buffer = self.new_buffer(self.num_bytes)
         self._read_into(buffer, None).wait()
         return {
-            id(piece.away): buffer.tensor(piece.offset, piece.away).to(device or self._device, copy=True)
+            id(piece.away): buffer.tensor(piece.offset, piece.away).to(device or self.home, copy=True)
             for piece in self._pieces
         }
 
@@ -271,8 +272,7 @@ class Bucket(ABC, Generic[M]):
         pieces, offset = [], 0
         for holder, key in entries:
             tensor: Tensor = holder[key]
-            away = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-            pieces.append(_Piece(holder, key, away, offset))
+            pieces.append(_Piece(holder, key, away_like(tensor, self), offset))
             offset += round_up(tensor.numel() * tensor.element_size(), _TENSOR_ALIGNMENT_BYTES)
         return tuple(pieces), round_up(offset)
 

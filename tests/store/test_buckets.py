@@ -67,6 +67,23 @@ def test_while_away_a_tensor_is_a_shape_without_numbers(pool: TransferPool) -> N
         state["contiguous"].cpu()
 
 
+def test_what_stands_for_a_tensor_moves_as_that_would(pool: TransferPool) -> None:
+    """GIVEN a framework that moves all state at a run's end WHEN it is on disk THEN it stays, or is read."""
+    state, wanted = moments(), moments()
+    bucket = DiskBucket(pool, "b")
+    bucket.put_away(entries_of(state), None)
+    away = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.is_meta}
+    assert away
+    for key, value in away.items():
+        assert value.to("cpu") is value.to(device=torch.device("cpu"), non_blocking=True) is value
+        assert torch.equal(value.to("cpu", torch.float64), wanted[key].to(torch.float64))
+        with pytest.raises(RuntimeError, match="meta"):
+            value.sum().item()
+    bucket.release()
+    with pytest.raises(RuntimeError, match="meta"):
+        next(iter(away.values())).to("cpu", torch.float64)
+
+
 def test_tensors_come_back_with_their_bits_and_strides(pool: TransferPool) -> None:
     state, bucket = moments(), DiskBucket(pool, "bucket 0")
     bucket.put_away(entries_of(state), None)
