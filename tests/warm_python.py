@@ -13,21 +13,22 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
-__all__ = ["WarmPython", "printed_by", "warm_python"]
+__all__ = ["Program", "printed_by", "warm_python"]
 
 _ROOT = Path(__file__).parents[1]
 
-IMPORTS = "import torch, torch._dynamo, memwall.cli.app, memwall.integrations.launcher, memwall.session.fit"
-"""The imports of a script that trains under memwall. torch itself imports its compiler for the first optimizer."""
-
+# What a script imports that trains under memwall. torch itself imports its compiler for the first optimizer.
 _SERVER = """
-import json, os, runpy, socket, sys, types
+import gc, json, os, runpy, socket, sys, types
 connection = socket.socket(fileno=int(sys.argv[1]))
-exec(sys.argv[2])
+import torch, torch._dynamo, memwall.cli.app, memwall.integrations.launcher, memwall.session.fit
+gc.collect()
+gc.freeze()  # otherwise the last collection of each program copies all of this process, which takes a second
 while True:
     said, streams, _, _ = socket.recv_fds(connection, 1 << 20, 2)
     if not said:
@@ -91,33 +92,27 @@ class Program:
     def wait(self, *, timeout_s: float = 180) -> int:
         """Waits for its end; returns its exit status, which is a signal's negative number where one ended it."""
         if self._status is None:
-            self._status = self._server.status_of(self.process_id, timeout_s)
+            try:
+                self._status = self._server.status_of(self.process_id, timeout_s)
+            except TimeoutError:
+                self._status = -signal.SIGKILL
+                raise
         return self._status
 
 
 class WarmPython:
-    """Starts programs as `python ARGUMENTS` would, which begin with modules imported; with one thread each.
+    """Starts programs as `python ARGUMENTS` would, which begin with modules imported; with one thread each."""
 
-    Args:
-        imports: source that is run once; it may start no threads, which a fork would not have.
-    """
-
-    def __init__(self, imports: str = IMPORTS) -> None:
+    def __init__(self) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVER, str(theirs.fileno()), imports],
+                [sys.executable, "-c", _SERVER, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the process that others are forked from; these go on."""
@@ -170,7 +165,8 @@ class WarmPython:
         try:
             return self._answer(timeout_s)
         except TimeoutError:
-            os.kill(process_id, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(process_id, signal.SIGKILL)
             self._answer(timeout_s=10)
             raise
 
@@ -187,9 +183,9 @@ def _text(file: IO[bytes]) -> str:
 
 
 @cache
-def warm_python(imports: str = IMPORTS) -> WarmPython:
+def warm_python() -> WarmPython:
     """Returns the one that all tests of this process share."""
-    server = WarmPython(imports)
+    server = WarmPython()
     atexit.register(server.close)
     return server
 
