@@ -8,6 +8,7 @@ import fcntl
 import os
 import socket
 import threading
+from contextlib import suppress
 
 from memwall.errors import StoreError
 from memwall.store.own_file import open_own
@@ -73,8 +74,11 @@ class DirectoryLock:
             ) from error
         if self._is_read_only:
             return
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"process {self._process_id} on {socket.gethostname()}\n".encode(), 0)
+        # For the words of a refusal alone: a full disk may have room for the run all the same, which has reserved its
+        # own, and one that fails is told of by what is written there next.
+        with suppress(OSError):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"process {self._process_id} on {socket.gethostname()}\n".encode(), 0)
 
     def _refusal(self, owner: str) -> StoreError:
         return StoreError(

@@ -1,5 +1,6 @@
 """The files of a checkpoint directory: of one run at a time, never somebody else's, and not changed by reading."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from journals import found_step, get, put, refusal
 
 from memwall.errors import OffloadIOError
+from memwall.store.directory_lock import DirectoryLock
 from memwall.store.journal import Journal
 
 
@@ -42,6 +44,20 @@ def test_a_child_that_lives_on_does_not_keep_a_killed_run_from_being_resumed(sto
     finally:
         os.killpg(process.pid, 9)
         process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_without_room_for_the_lock_s_words_keeps_no_run_from_going_on(
+    store: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", fails)
+        lock = DirectoryLock(os.fspath(store))
+    lock.release()
+    assert found_step(store) == 3
 
 
 def link(path: Path, target: Path) -> None:
