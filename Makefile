@@ -192,7 +192,7 @@ first-walk: $(STAMP)
 	TORCH='$(TORCH)' TORCH_INDEX='$(TORCH_INDEX)' $(BIN)/python -m pytest tests/test_first_walk.py
 
 faults: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py allocations signals file-systems clocks threads fits
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py allocations signals file-systems clocks resumes fits
 
 soak: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py soak --minutes $(MINUTES)

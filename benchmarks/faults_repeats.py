@@ -6,19 +6,19 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from faults_runs import digest_of, made
+from faults_instants import Instant
+from faults_runs import digest_of, made, plan_for
 
 import memwall
-from memwall.planning.techniques.optimizer_state import OptimizerPlacement
-from memwall.planning.techniques.recompute import Recompute
 
 __all__ = ["Held", "fits", "held_now", "soak"]
 
-_WARM_FITS = 10
+_NUM_FITS, _WARM_FITS = 50, 10
 
 
 class Held(dict[str, int]):
@@ -42,54 +42,48 @@ def held_now(folder: Path) -> Held:
     )
 
 
-def _plan(model: Any) -> Any:
-    """A plan with something to recompute, and state on disk."""
-    from plans import plan_of  # the tests' own, put on the path by the signals' part
-
-    return plan_of(
-        model,
-        Recompute(block="blocks.0"),
-        OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32768, min_bytes=1024),
-        micro_batch=16,
-    )
-
-
-def _train(folder: Path, num_steps: int, *, is_planned: bool) -> tuple[str, Any]:
+def _train(folder: Path, num_steps: int, *, is_planned: bool) -> str:
     model, optimizer = made()
-    how: dict[str, Any] = {"plan": _plan(model)} if is_planned else {"budget": "1TiB"}
+    how: dict[str, Any] = {"plan": plan_for(model)} if is_planned else {"budget": "1TiB"}
     with memwall.fit(model, optimizer, disk=str(folder), **how):
         for _ in range(num_steps):
             model(torch.randn(16, 24))["loss"].backward()
             optimizer.step()
             optimizer.zero_grad()
-    return digest_of(model, optimizer), None
+    return digest_of(model, optimizer)
 
 
-def fits(folder: Path, *, num_fits: int = 50) -> Iterator[tuple[str, str, str]]:
-    """Yields one outcome: so many sessions in this process leave the same weights, and nothing else behind.
+def fits(folder: Path) -> Iterator[Instant]:
+    """Yields one instant: fifty sessions in this process leave the same weights, and nothing else behind."""
+    name = f"{_NUM_FITS} in one process"
+    yield Instant(name, (name,), partial(_many_fits, folder))
 
-    What the first ten leave is not counted: libraries load, and the heap finds its size.
-    """
+
+def _many_fits(folder: Path) -> list[tuple[str, str]]:
+    """Counts from the tenth on: libraries load, and the heap finds its size."""
     expected: dict[bool, str] = {}
-    for number in range(num_fits):
+    before = held_now(folder)
+    for number in range(_NUM_FITS):
         is_planned = number % 2 == 1
-        digest, _ = _train(folder, 3, is_planned=is_planned)
+        digest = _train(folder, 3, is_planned=is_planned)
         if digest != expected.setdefault(is_planned, digest):
-            yield f"fit {number + 1}", "different", ""
+            return [("different", f"fit {number + 1}, {is_planned=}")]
         if number + 1 == _WARM_FITS:
             before = held_now(folder)
     grown = held_now(folder).grown_since(before)
     if expected[False] != expected[True]:
-        yield "plain and planned", "different", ""
-    is_flat = grown["resident_bytes"] < 4 << 20 and not (grown["num_handles"] or grown["num_threads"])
-    yield f"{num_fits} fits", "flat" if is_flat else "grows", str(grown)
+        return [("different", "plain and planned")]
+    is_flat = grown["resident_bytes"] < 4 << 20 and not (
+        grown["num_handles"] or grown["num_threads"] or grown["disk_bytes"]
+    )
+    return [("flat" if is_flat else "grows", str(grown))]
 
 
 def soak(folder: Path, *, minutes: float) -> dict[str, Any]:
     """Trains under a plan for so long; returns what was held after a tenth of it and at the end."""
     model, optimizer = made()
     begin, num_steps, before = time.monotonic(), 0, None
-    with memwall.fit(model, optimizer, plan=_plan(model), disk=str(folder)):
+    with memwall.fit(model, optimizer, plan=plan_for(model), disk=str(folder)):
         for number in itertools.count():
             model(torch.randn(16, 24))["loss"].backward()
             optimizer.step()

@@ -1,13 +1,19 @@
 """The training runs that benchmarks/faults.py does harm to: forked processes, which begin within milliseconds."""
 
 import ctypes
+import gc
 import hashlib
+import importlib
 import os
+import shutil
 import sys
+import tempfile
 import time
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,22 +21,45 @@ import torch
 from torch import Tensor, nn
 
 import memwall
+from memwall import patches
+from memwall.apply.offload import parking
 from memwall.cli.app import main as memwall_command
 from memwall.errors import MemwallError
+from memwall.machine import memory_speed
+from memwall.planning.planfile import Plan
+from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.recompute import Recompute
 
-__all__ = ["BY", "Ended", "Forked", "by_fit", "by_run", "by_trainer"]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from plans import plan_of
+
+__all__ = [
+    "BY",
+    "LEFT_CHANGED",
+    "NUM_STEPS",
+    "Ended",
+    "Forked",
+    "by_fit",
+    "by_run",
+    "by_trainer",
+    "left_alone",
+    "warm_up",
+]
 
 NUM_STEPS = 3
+LEFT_CHANGED = 77
+"""Status of a process whose session ended, and left the model or torch changed."""
 _TRAIN = Path(__file__).parents[1] / "tests" / "scripts" / "train_resumable.py"
 
 
 class Net(nn.Module):
-    """Random numbers, statistics that a forward changes, and two blocks."""
+    """Random numbers, statistics that a forward changes, and two blocks; few parameters, as each has allocations."""
 
     def __init__(self) -> None:
         super().__init__()
-        inner = [nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Dropout(0.1), nn.Linear(48, 24)) for _ in range(2)]
-        self.blocks, self.norm, self.head = nn.ModuleList(inner), nn.BatchNorm1d(24), nn.Linear(24, 1)
+        inner = [nn.Sequential(nn.Linear(24, 24, bias=False), nn.GELU(), nn.Dropout(0.1)) for _ in range(2)]
+        self.blocks, self.norm, self.head = nn.ModuleList(inner), nn.BatchNorm1d(24), nn.Linear(24, 1, bias=False)
 
     def forward(self, values: Tensor, **_: Any) -> dict[str, Tensor]:
         """Returns what transformers' Trainer takes: a loss."""
@@ -55,17 +84,46 @@ def made() -> tuple[Net, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def by_fit(folder: Path, arm: Callable[[], None]) -> str:
-    """Trains by `memwall.fit`, each step handed over, so that it can be done again."""
+def plan_for(model: nn.Module) -> Plan:
+    """A plan with something to recompute, something that leaves, and state on disk."""
+    return plan_of(
+        model,
+        Recompute(block="blocks.0"),
+        Offload(block="blocks.1", scope="saved", tier="disk", min_bytes=1024, window_bytes=4 << 20),
+        OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=32768, min_bytes=1024),
+        micro_batch=16,
+    )
+
+
+def by_fit(folder: Path, arm: Callable[[], None], *, is_planned: bool = False, num_rows: int = 16) -> str:
+    """Trains by `memwall.fit`: each step is handed over, so that it can be done again, or under a plan a plain loop."""
     model, optimizer = made()
+    how: dict[str, Any] = {"plan": plan_for(model)} if is_planned else {"budget": "1TiB"}
     arm()
-    with memwall.fit(model, optimizer, budget="1TiB", disk=str(folder)) as session:
+    with _nothing_left(), memwall.fit(model, optimizer, disk=str(folder), **how) as session:
         for _ in range(NUM_STEPS):
-            batch = torch.randn(16, 24)
-            session.compute_gradients(batch, lambda rows: model(rows)["loss"])
+            batch = torch.randn(num_rows, 24)
+            if is_planned:
+                model(batch)["loss"].backward()
+            else:
+                session.compute_gradients(batch, lambda rows: model(rows)["loss"])
             optimizer.step()
             optimizer.zero_grad()
     return digest_of(model, optimizer)
+
+
+@contextmanager
+def _nothing_left() -> Iterator[None]:
+    """Ends the process where a session that was closed, by whatever, has left changes."""
+    try:
+        yield
+    finally:
+        left = [change for change in patches.active() if not change.permanent]
+        if left:
+            sys.stderr.write("".join(f"left changed: {one.what} {one.where}: {one.why}\n" for one in left))
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(LEFT_CHANGED)
 
 
 def by_trainer(folder: Path, arm: Callable[[], None]) -> str:
@@ -82,7 +140,8 @@ def by_trainer(folder: Path, arm: Callable[[], None]) -> str:
     samples = [{"values": torch.randn(24)} for _ in range(64)]
     trainer = Trainer(model=model, args=args, train_dataset=samples, callbacks=[MemwallCallback(budget="1TiB")])
     arm()
-    trainer.train()
+    with _nothing_left():
+        trainer.train()
     return digest_of(model)
 
 
@@ -107,6 +166,20 @@ def by_run(
     return hashlib.sha256(out.read_bytes()).hexdigest()
 
 
+def left_alone(home: Path, train: Callable[[Path, Callable[[], None]], str]) -> "Ended":
+    """Trains in a folder that is made anew; what was harmed is compared with that.
+
+    Raises:
+        SystemExit: it did not come to its end.
+    """
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir()
+    ended = Forked(home, train).ended()
+    if ended is None or not ended.digest:
+        raise SystemExit(f"a run that was left alone did not end: {ended}")
+    return ended
+
+
 def _values(state: Any) -> Iterator[tuple[Any, ...]]:
     """Yields what is in nested dictionaries and lists, tensors as their bytes."""
     if isinstance(state, dict):
@@ -119,7 +192,41 @@ def _values(state: Any) -> Iterator[tuple[Any, ...]]:
         yield (state.numpy().tobytes() if isinstance(state, Tensor) else state,)
 
 
-BY = {"fit": by_fit, "run": by_run, "trainer": by_trainer}
+BY: dict[str, Callable[[Path, Callable[[], None]], str]] = {
+    "fit": by_fit,
+    "fit under a plan": partial(by_fit, is_planned=True),
+    "fit with room for a smaller plan": partial(by_fit, num_rows=1 << 15),
+    "run": partial(by_run, num_steps=NUM_STEPS),
+    "trainer": by_trainer,
+}
+
+
+def warm_up() -> None:
+    """Has processes that are forked from here on begin within milliseconds.
+
+    They import nothing: what a first one has imported is imported here. Collections of garbage pass over what is here
+    already, and so does the search for optimizers, which has to find none of it. And what each first step measures of
+    disk and memory is measured on fewer bytes.
+    """
+    parking._PROBE_BYTES, memory_speed._PROBE_BYTES = 1 << 16, 1 << 20
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        for train in BY.values():
+
+            def imported(folder: Path, arm: Callable[[], None], train: Any = train) -> str:
+                train(folder, arm)
+                return ",".join(sys.modules)
+
+            ended = Forked(Path(name), imported).ended()
+            for module in "" if ended is None else ended.digest.split(","):
+                with suppress(Exception):  # what a library has put there without being a module
+                    importlib.import_module(module)
+    model, optimizer = made()
+    model(torch.randn(16, 24))["loss"].backward()
+    optimizer.step()
+    del model, optimizer
+    gc.collect()
+    gc.freeze()
+    gc.get_freeze_count = lambda: 0
 
 
 class Ended(NamedTuple):
@@ -199,4 +306,4 @@ class Forked:
             time.sleep(0.005)
         result = self._folder / "result.txt"
         digest, count = result.read_text().split() if result.exists() else ("", "0")
-        return Ended(self._status, digest, (self._folder / "said.txt").read_text()[-2000:], int(count))
+        return Ended(self._status, digest, (self._folder / "said.txt").read_text()[-8000:], int(count))

@@ -4,22 +4,21 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from faults_instants import Instant
 from faults_runs import Ended, Forked, by_run
+from plans import resumable_on_disk
 
 from memwall.checkpoint.files import read_summary
 from memwall.errors import MemwallError, UsageError
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from plans import resumable_on_disk
+__all__ = ["NUM_SIGNALS", "SIGNALS", "signals"]
 
-__all__ = ["SIGNALS", "signals"]
-
+NUM_SIGNALS = 300
 SIGNALS = ("KILL", "TERM", "INT", "INT twice", "STOP, CONT")
 _GAN = Path(__file__).parents[1] / "tests" / "scripts" / "train_gan.py"
 _SIGNALS_IN_A_CHAIN = 5
@@ -27,37 +26,40 @@ _STEPS = 60
 _MOST_SECONDS_TO_END = 10.0
 
 
-def signals(folder: Path, *, num_signals: int, until: Callable[[], bool]) -> Iterator[tuple[str, str, str]]:
-    """Yields signal and way to train, outcome and what was said: chains of signals to one run, which then ends.
-
-    Args:
-        until: tells whether there is time for another chain.
-    """
+def signals(folder: Path) -> Iterator[Instant]:
+    """Yields chains of signals to one run, which is resumed after each, and then ends."""
     ways: dict[str, Callable[[Path, Callable[[], None]], str]] = {
         "checkpoint": partial(by_run, num_steps=_STEPS),
         "parameters and state on disk": _on_disk,
         "three models": partial(by_run, script=(str(_GAN), "--scaled"), num_steps=_STEPS),
     }
     plain: dict[str, Ended | None] = {}
-    draw = random.Random(18)
-    for number in range(num_signals // _SIGNALS_IN_A_CHAIN):
+    for number in range(NUM_SIGNALS // _SIGNALS_IN_A_CHAIN):
         name = list(ways)[number % len(ways)]
         sent = [SIGNALS[(number + place) % len(SIGNALS)] for place in range(_SIGNALS_IN_A_CHAIN)]
-        if not until():
-            yield from ((f"{each}; {name}", "not run", "") for each in sent)
-            continue
-        home = folder / "signals"
-        if name not in plain:
-            plain[name] = _left_alone(home, ways[name])
-        shutil.rmtree(home, ignore_errors=True)
-        home.mkdir()
-        (home / "plan.json").write_bytes(resumable_on_disk().encode())
-        for each in sent:
-            outcome, said = _harmed(home, ways[name], each, draw)
-            yield f"{each}; {name}", outcome, said
-        ended = Forked(home, ways[name]).ended()
-        is_same = ended is not None and plain[name] is not None and ended.digest == plain[name].digest != ""
-        yield f"the end; {name}", "identical" if is_same else "different", "" if ended is None else ended.said
+        names = tuple(f"{each}; {name}" for each in (*sent, "the end"))
+        run = partial(_chain, folder / "signals", name, ways[name], sent, random.Random(number), plain)
+        yield Instant(f"chain {number}", names, run)
+
+
+def _chain(
+    home: Path,
+    name: str,
+    train: Callable[[Path, Callable[[], None]], str],
+    sent: list[str],
+    draw: random.Random,
+    plain: dict[str, Ended | None],
+) -> Iterator[tuple[str, str]]:
+    if name not in plain:
+        plain[name] = _left_alone(home, train)
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir()
+    (home / "plan.json").write_bytes(resumable_on_disk().encode())
+    for each in sent:
+        yield _harmed(home, train, each, draw)
+    ended, whole = Forked(home, train).ended(), plain[name]
+    is_same = ended is not None and whole is not None and ended.digest == whole.digest != ""
+    yield "identical" if is_same else "different", "" if ended is None else ended.said
 
 
 def _on_disk(folder: Path, arm: Callable[[], None]) -> str:

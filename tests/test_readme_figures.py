@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import faults
+import faults_instants
 import knob_report
 import pytest
 import ranks
@@ -53,6 +55,8 @@ def test_the_table_of_ranks_is_the_measured_one() -> None:
 
 def test_the_table_of_faults_is_the_measured_one() -> None:
     for row in ranks_faults.table(result("ranks_faults")["parts"]):
+        assert row in PAGE
+    for row in faults_instants.table(result("faults"), faults.PARTS):
         assert row in PAGE
 
 
