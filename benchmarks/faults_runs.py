@@ -195,9 +195,9 @@ def _values(state: Any) -> Iterator[tuple[Any, ...]]:
 BY: dict[str, Callable[[Path, Callable[[], None]], str]] = {
     "fit": by_fit,
     "fit under a plan": partial(by_fit, is_planned=True),
-    "fit with room for a smaller plan": partial(by_fit, num_rows=1 << 15),
     "run": partial(by_run, num_steps=NUM_STEPS),
     "trainer": by_trainer,
+    "fit with room for a smaller plan": partial(by_fit, num_rows=1 << 15),
 }
 
 

@@ -102,6 +102,7 @@ def test_a_read_queued_behind_its_write_waits_for_it(tmp_path: Path) -> None:
     ("on_write", "number", "words"),
     [
         (fail_with(errno.EIO), errno.EIO, "look at the kernel log"),
+        (fail_with(errno.EROFS), errno.EROFS, "becomes read-only when its device fails"),
         (fail_with(errno.ENOSPC), errno.ENOSPC, "the disk is full"),
         (fail_with(errno.EDQUOT), errno.EDQUOT, "quota"),
         (fail_with(errno.EFBIG), errno.EFBIG, "ulimit -f"),
