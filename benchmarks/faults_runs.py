@@ -285,8 +285,7 @@ class Forked:
 
     def printed(self) -> str:
         """Returns what it has printed so far."""
-        path = self._folder / "printed.txt"
-        return path.read_text() if path.exists() else ""
+        return self._text("printed.txt")
 
     def is_over(self) -> bool:
         """Tells whether it has ended; what is to be known of it is `ended`'s from then on."""
@@ -304,6 +303,11 @@ class Forked:
                 os.waitpid(self.process_id, 0)
                 return None
             time.sleep(0.005)
-        result = self._folder / "result.txt"
-        digest, count = result.read_text().split() if result.exists() else ("", "0")
-        return Ended(self._status, digest, (self._folder / "said.txt").read_text()[-8000:], int(count))
+        result = self._text("result.txt") or " 0"
+        digest, count = result.split(" ")
+        return Ended(self._status, digest, self._text("said.txt")[-8000:], int(count))
+
+    def _text(self, name: str) -> str:
+        """Returns what a file has; "" where the process has ended before it had made it."""
+        path = self._folder / name
+        return path.read_text() if path.exists() else ""

@@ -60,6 +60,16 @@ def test_the_table_of_faults_is_the_measured_one() -> None:
         assert row in PAGE
 
 
+def test_what_verification_and_a_start_cost_is_what_was_measured() -> None:
+    proofs = result("proofs")
+    gpt, conv = (proofs[name]["share_of_step_ratio"] for name in ("gpt", "conv"))
+    assert f"take {gpt:.2%} of a step".replace("%", " %") in PAGE
+    assert f"small GPT and {conv:.2%} of one".replace("%", " %") in PAGE
+    tiny, large = (proofs["start_up"]["first_line_cpu_seconds"][name] for name in ("tiny", "gpt_100m"))
+    assert f"takes {tiny:.1f} s of a processor more" in PAGE
+    assert f"and {large:.1f} s more with one" in PAGE
+
+
 def test_the_table_of_knobs_is_the_measured_one(knobs: dict[str, Any]) -> None:
     for workload in knobs["workloads"]:
         peaks = f"{workload['keep_all_bytes'] / 2**20:,.0f}, {workload['floor_bytes'] / 2**20:,.0f} MiB"

@@ -239,8 +239,8 @@ _ADVICE = {
     errno.EDQUOT: "the user's disk quota is used up: free space there or give another directory with {option} DIR",
     errno.EFBIG: "the file may not grow further: raise the file size limit (ulimit -f)",
     errno.EIO: "the disk or its driver reports an error: look at the kernel log (dmesg) and give another {option} DIR",
-    errno.EROFS: "a filesystem becomes read-only when its device fails: look at the kernel log (dmesg) and give another "
-    "{option} DIR",
+    errno.EROFS: "a filesystem becomes read-only when its device fails: look at the kernel log (dmesg), and give "
+    "another {option} DIR",
 }
 
 
