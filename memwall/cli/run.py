@@ -26,12 +26,12 @@ from memwall.cli.options import (
     require_writable,
 )
 from memwall.cli.ranks import check_no_launcher, run_by_torchrun
+from memwall.cli.run_end import end_run
 from memwall.cli.verbosity import is_verbose
 from memwall.errors import OutOfMemoryError, UsageError
+from memwall.machine.launched import launched
 
 if TYPE_CHECKING:
-    from memwall.machine.launched import Launched
-    from memwall.observe.run_report import RunReport
     from memwall.planning.planfile import Plan
     from memwall.session.session import Session
 
@@ -115,32 +115,60 @@ def run(
     # A script may go to another folder, and what it was started with is meant from here.
     checkpoint_path, report_path, history_path = map(_from_here, (checkpoint_path, report_path, history_path))
     metrics_path = _from_here(metrics_path)
-    import torch
-    from msgspec.structs import replace
-
-    from memwall.apply.technique import handler_of
-    from memwall.checkpoint.resumption import open_checkpoint
-    from memwall.cli.output import note, script_output, show
-    from memwall.integrations.launcher import run_script
-    from memwall.machine.launched import launched
-    from memwall.observe.history import MemoryHistory
-    from memwall.observe.measure import run_report
-    from memwall.observe.rank_spread import rank_file_name, report_of_all
-    from memwall.observe.step_metrics_files import open_metrics
-    from memwall.planning.planfile import Plan
-    from memwall.report.checkpoint_lines import commits_line, recovery_line
-    from memwall.report.summary import plan_summary, run_summary
-    from memwall.report.text import plan_report
-    from memwall.report.text import run_report as run_table
-    from memwall.session.next_budget import read_next_budget
-    from memwall.session.ranks.agreement import Ranks
-    from memwall.session.session import Session
-
     # Each rank that a launcher started here is given the same command.
+    disk_path = None if disk_tier is None else str(disk_tier.directory.absolute())
     limit_bytes = None if disk_tier is None else disk_tier.limit_bytes
     num_here = launched().num_local_ranks
     disk_bytes = None if limit_bytes is None else max(1, limit_bytes // num_here)
     host_bytes = None if host_bytes is None else max(1, host_bytes // num_here)
+
+    def open_session(given: "Plan | None" = None, within_bytes: int | None = None) -> "Session":
+        from memwall.cli.output import note
+        from memwall.report.summary import plan_summary
+        from memwall.report.text import plan_report
+        from memwall.session.session import Session
+
+        session = Session(
+            budget_bytes=budget_bytes if given is None else None,
+            plan=given,
+            disk=disk_path,
+            disk_capacity_bytes=disk_bytes,
+            disk_bytes_per_day=disk_bytes_per_day,
+            allow=allowed,
+            within_bytes=within_bytes,
+            host_capacity_bytes=host_bytes,
+        )
+        shown = plan_report if is_verbose() else plan_summary
+        session.on_plan = lambda ready: (
+            note(shown(ready.plan)) if ready.plan is not None and not (ready.ranks and ready.ranks.rank) else None
+        )
+        return session
+
+    import torch
+
+    is_asked_for_figures = as_json or is_verbose() or report_path or metrics_path or history_path
+    is_alone = max(launched().num_ranks, num_here) == 1 and not torch.cuda.is_available()
+    if budget_bytes is not None and is_alone and not (is_asked_for_figures or checkpoint_path or allowed):
+        from memwall.cli.run_as_is import has_ample_room, run_as_is
+
+        if has_ample_room(budget_bytes):
+            if disk_tier is None:
+                require_disk()  # for the run that turns out to need a plan
+            run_as_is(script, open_session, budget_bytes=budget_bytes, disk=disk_path, disk_bytes=disk_bytes)
+
+    from msgspec.structs import replace
+
+    from memwall.apply.technique import handler_of
+    from memwall.checkpoint.resumption import open_checkpoint
+    from memwall.cli.output import note, script_output
+    from memwall.integrations.launcher import run_script
+    from memwall.observe.history import MemoryHistory
+    from memwall.observe.step_metrics_files import open_metrics
+    from memwall.planning.planfile import Plan
+    from memwall.report.checkpoint_lines import commits_line, recovery_line
+    from memwall.session.next_budget import read_next_budget
+    from memwall.session.ranks.agreement import Ranks
+
     given = None if plan_path is None else Plan.load(plan_path)
     with ExitStack() as opened:
         checkpoint = None
@@ -166,25 +194,12 @@ def run(
         if needs_disk and disk_tier is None and not torch.cuda.is_available():
             # Found out before the script builds its model; on CUDA bytes leave for host memory instead.
             require_disk()
-        session = Session(
-            budget_bytes=budget_bytes if given is None else None,
-            plan=given,
-            disk=None if disk_tier is None else str(disk_tier.directory.absolute()),
-            disk_capacity_bytes=disk_bytes,
-            disk_bytes_per_day=disk_bytes_per_day,
-            allow=allowed,
-            within_bytes=None if following is None else following.within_bytes,
-            host_capacity_bytes=host_bytes,
-        )
+        session = open_session(given, None if following is None else following.within_bytes)
         history = None
         if history_path is not None:
             # Before the script builds its model: what is there already has no stack.
             history = MemoryHistory(history_path, is_written_at_end=history_at_end)
             history.begin(is_step_recorded=given is None)
-        shown = plan_report if is_verbose() else plan_summary
-        session.on_plan = lambda ready: (
-            note(shown(ready.plan)) if ready.plan is not None and not (ready.ranks and ready.ranks.rank) else None
-        )
         if metrics_path is not None:
             before = 0 if checkpoint is None else checkpoint.resumed_steps
             metrics = open_metrics(metrics_path, appends=resume)
@@ -209,69 +224,7 @@ def run(
             raise
         if checkpoint is not None and checkpoint.times.num_commits:
             note(commits_line(checkpoint.directory, checkpoint.times))
-    if session.measured.num_steps == 0 and status == 0 and (checkpoint is None or checkpoint.is_new):
-        unwritten = [f"no {report_path}"] * (report_path is not None) + ["no JSON"] * as_json
-        raise typer.Exit(_judged_without_plan(script.target, session, given, unwritten))
-    if session.plan is None or session.measured.num_steps == 0:
-        ending = f"memwall: {script.target} ended with status {status} before a step under a plan"
-        typer.echo(f"{ending}; there is nothing to report", err=True)
-        raise typer.Exit(status)
-    report = run_report(session)
-    if session.ranks is not None:
-        joint = report_of_all(report, session.ranks, has_failed=status != 0)
-        if joint is None:  # rank 0 reports
-            raise typer.Exit(status)
-        report = joint
-    elif report_path is not None:
-        report_path = report_path.with_name(rank_file_name(report_path.name))
-    if report_path is not None:
-        report.save(report_path)
-    shown_run = run_table if is_verbose() else run_summary
-    show(shown_run(report, status=status), report, as_json=as_json, to_error=True)
-    if status or report.within_budget:
-        raise typer.Exit(status)
-    here = launched()
-    seen = "" if report_path is None else f" (within_budget is false in {report_path})"
-    raise typer.Exit(_status_over_budget(here, over_budget(report, here), seen))
-
-
-def _status_over_budget(here: "Launched", who: str, seen: str = "") -> int:
-    """Returns the status of a complete run that exceeded its budget; to a launcher's process it says why that is 0."""
-    if not here.by_launcher:
-        return 5
-    typer.echo(
-        f"memwall: {who} exceeded its budget; the exit status is 0 all the same, and not 5: the launcher takes any "
-        f"other for a failure, and would end or restart all ranks of a run that is complete{seen}",
-        err=True,
-    )
-    return 0
-
-
-def _judged_without_plan(target: str, session: "Session", given: "Plan | None", unwritten: list[str]) -> int:
-    """Says how a run ended that memwall had no part in; returns the exit status.
-
-    Args:
-        unwritten: what was asked for, and is not written since there is no forecast and no step to compare.
-    """
-    from memwall.machine.launched import launched
-    from memwall.units import format_bytes
-
-    budget_bytes = session.budget_bytes or (0 if given is None else given.forecast.budget_bytes or 0)
-    peak_bytes = max(session.measured.overall_peak_bytes, session.measured.meter.peak_bytes())
-    is_over = 0 < budget_bytes < peak_bytes
-    held = f"it held {format_bytes(peak_bytes, rounding='up')}"
-    if budget_bytes:
-        over = format_bytes(budget_bytes, rounding="down")
-        held += f", {'over' if is_over else 'within'} the budget of {over}"
-    nothing = f"; without a step under a plan {' and '.join(unwritten)} is written" if unwritten else ""
-    typer.echo(
-        f"memwall: {target} trained in a way that memwall has no part in, and ran as it is without it: {held}. Models "
-        "are planned that are called as model(batch), not by .forward or torch.func, and trained by "
-        f"loss.backward(){nothing}",
-        err=True,
-    )
-    here = launched()
-    return _status_over_budget(here, _rank_of(here)) if is_over else 0
+    end_run(session, script, status, given=given, checkpoint=checkpoint, report_path=report_path, as_json=as_json)
 
 
 def _words_before(arguments: list[str], command: list[str]) -> list[str]:
@@ -318,17 +271,6 @@ def _save_failure_page(
         note(f"no page about the failure: {failure}")
     else:
         note(f"{path} shows what held the memory, and how to go on")
-
-
-def over_budget(report: "RunReport", here: "Launched") -> str:
-    """Returns the names of the ranks that exceeded the budget."""
-    if report.ranks is None:
-        return _rank_of(here)
-    return f"rank {', '.join(map(str, report.ranks.over_budget))} of {report.ranks.num_ranks}"
-
-
-def _rank_of(here: "Launched") -> str:
-    return f"rank {here.rank} of {here.num_ranks}"
 
 
 def _from_here(path: Path | None) -> Path | None:

@@ -5,13 +5,7 @@ script's optimizers train (`trained_models`). Nothing in the script changes; wha
 script ends.
 """
 
-import os
-import runpy
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,9 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memwall.apply.offload.parking import machine_above_host, measured_machine
 from memwall.checkpoint.resumption import set_checkpoint
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
-from memwall.errors import MemwallError, OutOfMemoryError, StoreError, UsageError
+from memwall.errors import OutOfMemoryError, StoreError, UsageError
 from memwall.integrations.preflight import check_model
-from memwall.integrations.scripts.script_profile import Profile, ScriptEnded
+from memwall.integrations.scripts.execution import ScriptEnded, execute, without_step
+from memwall.integrations.scripts.script_profile import Profile
 from memwall.integrations.scripts.script_watch import ScriptWatch
 from memwall.integrations.scripts.spawned import watch_spawning
 from memwall.machine.disk_location import default_directory
@@ -37,13 +32,115 @@ from memwall.torch_internals.compiler import num_compiled
 from memwall.trace.records import Trace
 from memwall.trace.together import models_of
 
-__all__ = ["ScriptEnded", "profile_script", "run_script"]
+__all__ = ["ScriptEnded", "ScriptRun", "profile_script", "run_script"]
 
-_INTERRUPTED = 130  # what a shell shows for a program that Ctrl-C ended: 128 + SIGINT
 
-_OF_COMPILED = (
-    ". If torch.compile was given the function that calls the model, give it the model: memwall plans what calls it"
-)
+class ScriptRun:
+    """Follows a script under a session, from its construction until `close`; the script may have begun before.
+
+    Args:
+        name: the script's, for messages.
+        checkpoint: where its steps are committed; closed at the end as well.
+        history: what records the device's allocator, begun already; closed at the end as well.
+        is_last: the process ends when the script has ended. What is on disk stays there then: the budget may have no
+            room for it.
+        has_trained: the script has trained already, and may end without another step.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        session: Session,
+        *,
+        checkpoint: StepCheckpoint | None = None,
+        history: MemoryHistory | None = None,
+        is_last: bool = False,
+        has_trained: bool = False,
+    ) -> None:
+        self._name, self.session, self._is_last, self._has_trained = name, session, is_last, has_trained
+        self._checkpoint, self._history = checkpoint, history
+        self.watch = ScriptWatch(name, self._begins)
+        self._patches = Patches("finds the models and the optimizers of a script")
+        self.watch.listen(self._patches)
+        self._patches.hook(register_optimizer_step_pre_hook, self._before_step)
+        watch_spawning(self.watch, self._patches)
+        self._num_before = num_compiled()
+        session.watch_receives()
+        if checkpoint is None:
+            session.watch_building()
+        set_checkpoint(checkpoint)
+
+    def _begins(self, model: nn.Module, called: nn.Module, has_optimizer: bool) -> None:
+        session, checkpoint = self.session, self._checkpoint
+        for each in models_of(model):
+            check_model(each)
+        if session.state != "waiting":
+            if checkpoint is not None:
+                raise _trains_later(checkpoint, model)
+            session.train_also(model)
+            session.first_forward(called)
+            return
+        session.attach(model, self.watch.early_optimizers(model), is_stepped_by_hand=not has_optimizer)
+        if checkpoint is not None:
+            checkpoint.prepare(model)  # before parameters go there
+        # The hook just attached is not in the list this call is going through: call it for this first time.
+        session.first_forward(called)
+        if self._history is not None:
+            self._history.attach(model)
+        if checkpoint is not None:
+            checkpoint.plan_in_effect = lambda: None if session.plan is None else session.plan.encode()
+            checkpoint.attach(model)
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        with self.watch.guarded():
+            if self.watch.check_optimizer(optimizer):
+                self.session.add_optimizer(optimizer)
+
+    def failed(self, error: BaseException) -> None:
+        """Notes what ended the script, before anything is undone."""
+        if self._history is not None:
+            self._history.failed(error, self.session.trace)
+
+    def close(self, status: int) -> None:
+        """Takes every hook away, and closes the session.
+
+        Args:
+            status: the script's own; 1 where it has none.
+        """
+        session, checkpoint, watch = self.session, self._checkpoint, self.watch
+        self._patches.undo()
+        completed = status == 0 and watch.failure is None
+        if self._history is not None:
+            self._history.close(completed=completed)
+        try:
+            if completed and session.failure is None:
+                session.end_last_step()
+            if checkpoint is not None:
+                # Before anything comes back into memory, which may have no room for it.
+                checkpoint.finish(completed=completed and session.failure is None)
+        finally:
+            try:
+                session.close(completed=completed, brings_back=not self._is_last)
+            finally:
+                if checkpoint is not None:
+                    checkpoint.close(completed=False)
+                set_checkpoint(None)
+
+    def check(self, status: int) -> None:
+        """Raises what the script was refused for, once it has ended and the run is closed.
+
+        Raises:
+            UsageError: the script finished without a training step.
+            MemwallError: whatever else ended the session, even where the script caught it.
+        """
+        session, checkpoint, watch = self.session, self._checkpoint, self.watch
+        failure = watch.failure or session.failure or (None if checkpoint is None else checkpoint.failure)
+        if failure is not None:
+            raise failure
+        is_missed = self._has_trained or watch.has_missed_steps or session.has_missed_steps
+        is_new = checkpoint is None or checkpoint.is_new
+        if session.measured.num_steps == 0 and status == 0 and not is_missed and is_new:
+            raise UsageError(without_step(self._name, status, compiles=num_compiled() > self._num_before))
 
 
 def run_script(
@@ -60,10 +157,7 @@ def run_script(
     """Runs a script, or a module, under a session, which is closed at the end.
 
     Args:
-        checkpoint: where its steps are committed; closed at the end as well.
-        history: what records the device's allocator, begun already; closed at the end as well.
-        is_last: the process ends when the script has ended. What is on disk stays there then: the budget may have no
-            room for it.
+        checkpoint, history, is_last: see `ScriptRun`.
         num_failures: how many processes before this one ran out of memory under the same budget.
 
     Returns:
@@ -75,49 +169,9 @@ def run_script(
         OutOfMemoryError: memory ran out.
         MemwallError: whatever else ended the session, even where the script caught it.
     """
-
-    def begins(model: nn.Module, called: nn.Module, has_optimizer: bool) -> None:
-        for each in models_of(model):
-            check_model(each)
-        if session.state != "waiting":
-            if checkpoint is not None:
-                raise _trains_later(checkpoint, model)
-            session.train_also(model)
-            session.first_forward(called)
-            return
-        session.attach(model, watch.early_optimizers(model), is_stepped_by_hand=not has_optimizer)
-        if checkpoint is not None:
-            checkpoint.prepare(model)  # before parameters go there
-        # The hook just attached is not in the list this call is going through: call it for this first time.
-        session.first_forward(called)
-        if history is not None:
-            history.attach(model)
-        if checkpoint is not None:
-            checkpoint.plan_in_effect = lambda: None if session.plan is None else session.plan.encode()
-            checkpoint.attach(model)
-
-    watch = ScriptWatch(name, begins)
-
-    def before_step(optimizer: Any, *_: Any) -> None:
-        with watch.guarded():
-            if watch.check_optimizer(optimizer):
-                session.add_optimizer(optimizer)
-
-    def failed(error: BaseException) -> None:
-        if history is not None:
-            history.failed(error, session.trace)
-
-    patches = Patches("finds the models and the optimizers of a script")
-    watch.listen(patches)
-    patches.hook(register_optimizer_step_pre_hook, before_step)
-    watch_spawning(watch, patches)
-    status, num_before = 1, num_compiled()
-    session.watch_receives()
-    if checkpoint is None:
-        session.watch_building()
-    set_checkpoint(checkpoint)
+    run, status = ScriptRun(name, session, checkpoint=checkpoint, history=history, is_last=is_last), 1
     try:
-        status = _execute(name, args, is_module=is_module, failed=failed, explained=session.explained)
+        status = execute(name, args, is_module=is_module, failed=run.failed, explained=session.explained)
     except OutOfMemoryError as error:
         if checkpoint is not None and session.budget_bytes:
             raise note_failure(
@@ -125,29 +179,8 @@ def run_script(
             ) from error
         raise
     finally:
-        patches.undo()
-        completed = status == 0 and watch.failure is None
-        if history is not None:
-            history.close(completed=completed)
-        try:
-            if completed and session.failure is None:
-                session.end_last_step()
-            if checkpoint is not None:
-                # Before anything comes back into memory, which may have no room for it.
-                checkpoint.finish(completed=completed and session.failure is None)
-        finally:
-            try:
-                session.close(completed=completed, brings_back=not is_last)
-            finally:
-                if checkpoint is not None:
-                    checkpoint.close(completed=False)
-                set_checkpoint(None)
-    failure = watch.failure or session.failure or (None if checkpoint is None else checkpoint.failure)
-    if failure is not None:
-        raise failure
-    is_missed = watch.has_missed_steps or session.has_missed_steps
-    if session.measured.num_steps == 0 and status == 0 and not is_missed and (checkpoint is None or checkpoint.is_new):
-        raise UsageError(_without_step(name, status, compiles=num_compiled() > num_before))
+        run.close(status)
+    run.check(status)
     return status
 
 
@@ -179,7 +212,7 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
     patches.hook(register_optimizer_step_pre_hook, before_step)
     status, num_before = 0, num_compiled()
     try:
-        status = _execute(name, args, is_module=is_module)
+        status = execute(name, args, is_module=is_module)
         if status == 0 and watch.failure is None:
             profiled.borders.end_run()
             profiled.end_step()
@@ -192,7 +225,7 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
         raise watch.failure
     builder = profiled.builder
     if builder is None or profiled.num_recorded == 0:
-        raise UsageError(_without_step(name, status, compiles=num_compiled() > num_before))
+        raise UsageError(without_step(name, status, compiles=num_compiled() > num_before))
     model = builder.roots[0]
     trace = builder.trace(profiled.borders.optimizers, machine=_machine_of(model))
     base_bytes = profiled.base_bytes
@@ -204,14 +237,6 @@ def _trains_later(checkpoint: StepCheckpoint, model: nn.Module) -> UsageError:
     return UsageError(
         f"--checkpoint {checkpoint.directory} commits what is trained from the first step on, and this "
         f"script goes on to train {names}; run it without --checkpoint, and save in the script"
-    )
-
-
-def _without_step(name: str, status: int, *, compiles: bool) -> str:
-    ending = f"ended with status {status}" if status else "finished"
-    return (
-        f"{name} {ending} without a whole training step (forward of a module with gradients on, backward, step of a "
-        f"torch optimizer); there is nothing to plan{_OF_COMPILED if compiles else ''}"
     )
 
 
@@ -227,65 +252,3 @@ def _machine_of(model: nn.Module) -> Machine:
         return measured_machine(default_directory())
     except StoreError:
         return measured_machine("")
-
-
-def _execute(
-    name: str,
-    args: Sequence[str],
-    *,
-    is_module: bool,
-    failed: Callable[[BaseException], None] = lambda _: None,
-    explained: Callable[[BaseException], MemwallError | None] = lambda _: None,
-) -> int:
-    """Runs a script as `python name args` would; returns the status it asks for, 1 if it raised.
-
-    Args:
-        failed: told what ended the script, before anything is undone.
-        explained: what a failure means to memwall; None where it is the script's own.
-
-    Raises:
-        MemwallError: one that the script let pass.
-        ScriptEnded: likewise.
-    """
-    with _as_main(name, args, is_module=is_module):
-        try:
-            if is_module:
-                runpy.run_module(name, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(name, run_name="__main__")
-        except SystemExit as end:
-            if end.code is None or isinstance(end.code, int):
-                return end.code or 0
-            sys.stderr.write(f"{end.code}\n")
-            return 1
-        except (MemwallError, ScriptEnded) as error:
-            failed(error)
-            raise
-        except (Exception, KeyboardInterrupt) as error:
-            failed(error)
-            # As Python would show it, from the script's own first line on.
-            frames = error.__traceback__
-            while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
-                frames = frames.tb_next
-            traceback.print_exception(type(error), error, frames)
-            found = explained(error)
-            if found is not None:
-                raise found from error
-            return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    return 0
-
-
-@contextmanager
-def _as_main(name: str, args: Sequence[str], *, is_module: bool) -> Iterator[None]:
-    """Sets the argument list and import path that a script finds when Python runs it."""
-    argv, path = list(sys.argv), list(sys.path)
-
-    def undo() -> None:
-        """Puts both back even where the script has changed them: they were its own."""
-        sys.argv, sys.path[:] = argv, path
-
-    with Patches("runs a script as Python would") as patches:
-        patches.add("attribute", "sys.argv and sys.path", undo)
-        sys.argv = [name, *args]
-        sys.path.insert(0, os.getcwd() if is_module else str(Path(name).resolve().parent))
-        yield

@@ -6,7 +6,6 @@ import mmap
 import os
 from typing import Protocol
 
-import psutil
 import torch
 from torch import nn
 
@@ -44,7 +43,14 @@ def process_bytes() -> int:
     try:
         return int(_read(_STATM).split(maxsplit=2)[1]) * _PAGE_BYTES
     except FileNotFoundError:
-        return int(psutil.Process().memory_info().rss)
+        return _bytes_elsewhere()
+
+
+def _bytes_elsewhere() -> int:
+    """Returns the resident bytes on a system without /proc."""
+    import psutil  # half a MiB that Linux needs not
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def process_peak_bytes() -> int:
@@ -52,7 +58,7 @@ def process_peak_bytes() -> int:
     try:
         _, _, rest = _read(_STATUS).partition(b"VmHWM:")
     except FileNotFoundError:
-        return int(psutil.Process().memory_info().rss)
+        return _bytes_elsewhere()
     return int(rest.split(maxsplit=1)[0]) * 1024 if rest else 0  # proc_pid_status(5): in kB of 1024 bytes
 
 

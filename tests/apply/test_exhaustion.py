@@ -67,7 +67,7 @@ def test_memory_that_runs_out_in_memwall_itself_is_one_error(
     with pytest.raises(OutOfMemoryError, match=r"out of memory outside any training step.*4\.0 KiB could not be had"):
         memwall.fit(model, torch.optim.SGD(model.parameters()), budget="1GiB")
     monkeypatch.setattr("memwall.session.session.Session.explained", lambda *_: None)
-    assert main(["run", "--budget", "8GiB", __file__]) == 3
+    assert main(["run", "--budget", "8GiB", "--json", __file__]) == 3
     said = capsys.readouterr().err
     assert "memwall: out of memory outside any training step: 4.0 KiB could not be had while the process held" in said
     assert "Traceback" not in said

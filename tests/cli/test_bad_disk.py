@@ -78,7 +78,7 @@ def large(folder: Path) -> Path:
 
 
 def test_a_disk_limit_that_the_step_exceeds(refused: Refused, folder: Path, large: Path) -> None:
-    message = refused("run", "--budget", "8GiB", "--disk", f"{folder}:64MiB", large)
+    message = refused("run", "--budget", "8GiB", "--disk", f"{folder}:64MiB", "--json", large)
     assert re.search(rf"more of disk are needed in {re.escape(str(folder))}, but of its limit of 64\.0 MiB ", message)
     assert message.endswith(f"; raise the limit with --disk {folder}:SIZE")
 

@@ -310,7 +310,7 @@ def test_a_script_that_runs_out_of_memory_shows_where(
     phase: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """GIVEN a script that asks for too much WHEN it ends THEN its own traceback and the typed error are shown."""
-    assert main(["run", "--budget", "8GiB", str(SCRIPTS / "runs_out.py"), phase, "2"]) == 3
+    assert main(["run", "--budget", "8GiB", "--json", str(SCRIPTS / "runs_out.py"), phase, "2"]) == 3
     error = capfd.readouterr().err
     assert "torch.empty(1 << 60, dtype=torch.uint8)" in error
     assert f"memwall: out of memory {message}" in error

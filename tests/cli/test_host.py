@@ -43,7 +43,7 @@ def test_a_run_takes_no_more_of_it(
 ) -> None:
     monkeypatch.setattr(session, "Session", told)
     (tmp_path / "train.py").touch()
-    common = ("run", "--budget", "1GiB", "--disk", f"{tmp_path}:3GiB")
+    common = ("run", "--budget", "1GiB", "--disk", f"{tmp_path}:3GiB", "--json")
     assert main([*common, "--host", "2GiB", str(tmp_path / "train.py")]) == 2
     assert (told.options["host_capacity_bytes"], told.options["disk_capacity_bytes"]) == (2 * GIB, 3 * GIB)
     main([*common, str(tmp_path / "train.py")])

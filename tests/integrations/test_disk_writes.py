@@ -50,7 +50,7 @@ def test_of_fit(asked: list[int | None], tmp_path: Path) -> None:
 
 
 def test_of_the_command(asked: list[int | None], tmp_path: Path) -> None:
-    disk = ("--disk", str(tmp_path))
+    disk = ("--disk", str(tmp_path), "--json")
     assert main(["run", "--budget", "1TiB", *disk, "--disk-writes", "2TiB", PLAIN]) in (0, 4)
     assert set(asked) == {DAY_BYTES}
 

@@ -3,19 +3,13 @@
 import torch
 from torch import nn
 
+from memwall.integrations.scripts.execution import ScriptEnded
 from memwall.machine.meter import meter_of, return_free_memory
 from memwall.session.measurements import standing_bytes
 from memwall.session.step_borders import StepBorders
 from memwall.trace.trace_builder import TraceBuilder
 
-__all__ = ["Profile", "ScriptEnded"]
-
-
-class ScriptEnded(BaseException):
-    """Ends a script early from inside, once enough steps were recorded.
-
-    Not an `Exception`, so that a script which handles those does not go on.
-    """
+__all__ = ["Profile"]
 
 
 class Profile:

@@ -1,0 +1,101 @@
+"""Runs a script or a module as Python itself would."""
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from memwall.errors import MemwallError
+from memwall.patches import Patches
+
+__all__ = ["ScriptEnded", "execute", "without_step"]
+
+_INTERRUPTED = 130  # what a shell shows for a program that Ctrl-C ended: 128 + SIGINT
+_OF_COMPILED = (
+    ". If torch.compile was given the function that calls the model, give it the model: memwall plans what calls it"
+)
+
+
+class ScriptEnded(BaseException):
+    """Ends a script early from inside, once enough steps were recorded.
+
+    Not an `Exception`, so that a script which handles those does not go on.
+    """
+
+
+def execute(
+    name: str,
+    args: Sequence[str],
+    *,
+    is_module: bool,
+    failed: Callable[[BaseException], None] = lambda _: None,
+    explained: Callable[[BaseException], MemwallError | None] = lambda _: None,
+) -> int:
+    """Runs a script as `python name args` would; returns the status it asks for, 1 if it raised.
+
+    Args:
+        failed: told what ended the script, before anything is undone.
+        explained: what a failure means to memwall; None where it is the script's own.
+
+    Raises:
+        MemwallError: one that the script let pass.
+        ScriptEnded: likewise.
+    """
+    with _as_main(name, args, is_module=is_module):
+        try:
+            if is_module:
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(name, run_name="__main__")
+        except SystemExit as end:
+            if end.code is None or isinstance(end.code, int):
+                return end.code or 0
+            sys.stderr.write(f"{end.code}\n")
+            return 1
+        except (MemwallError, ScriptEnded) as error:
+            failed(error)
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            failed(error)
+            # As Python would show it, from the script's own first line on.
+            frames = error.__traceback__
+            while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+                frames = frames.tb_next
+            traceback.print_exception(type(error), error, frames)
+            found = explained(error)
+            if found is not None:
+                raise found from error
+            return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+@contextmanager
+def _as_main(name: str, args: Sequence[str], *, is_module: bool) -> Iterator[None]:
+    """Sets the argument list and import path that a script finds when Python runs it."""
+    argv, path = list(sys.argv), list(sys.path)
+
+    def undo() -> None:
+        """Puts both back even where the script has changed them: they were its own."""
+        sys.argv, sys.path[:] = argv, path
+
+    with Patches("runs a script as Python would") as patches:
+        patches.add("attribute", "sys.argv and sys.path", undo)
+        sys.argv = [name, *args]
+        sys.path.insert(0, os.getcwd() if is_module else str(Path(name).resolve().parent))
+        yield
+
+
+def without_step(name: str, status: int, *, compiles: bool) -> str:
+    """Says that a script has ended, and why there is nothing to plan.
+
+    Args:
+        compiles: whether it has compiled a function.
+    """
+    ending = f"ended with status {status}" if status else "finished"
+    return (
+        f"{name} {ending} without a whole training step (forward of a module with gradients on, backward, step of a "
+        f"torch optimizer); there is nothing to plan{_OF_COMPILED if compiles else ''}"
+    )

@@ -1,0 +1,85 @@
+"""Moves what a step saves for backward to disk from the moment on at which the process holds too much.
+
+Nothing is loaded for that before, and nothing else of the step is changed.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memwall.machine.meter import process_bytes
+
+__all__ = ["LateParking"]
+
+_log = logging.getLogger(__name__)
+
+
+class LateParking:
+    """Has tensors that are saved for backward go to disk once a process holds too much, and stay before that.
+
+    Args:
+        most_bytes: what the process may hold before they do.
+        disk: the folder; None for the default one.
+        capacity_bytes: the most to take of it; None for what is free there.
+    """
+
+    def __init__(self, most_bytes: int, disk: str | None, capacity_bytes: int | None) -> None:
+        self._most_bytes, self._disk, self._capacity_bytes = most_bytes, disk, capacity_bytes
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._thread = 0
+        self._model: nn.Module | None = None
+        self._engine: Any = None
+        self._close: Callable[[], None] = lambda: None
+
+    def begin(self, model: nn.Module) -> None:
+        """Looks at what is saved from now on, in this thread."""
+        if self._hooks is not None:
+            return
+        self._model, self._thread = model, threading.get_ident()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+
+    def end(self) -> None:
+        """Ends that; what is on disk stays there until the backward that needs it. Safe to call twice.
+
+        What torch keeps for each thread can be taken away in that thread alone; left in another, it does nothing.
+        """
+        hooks, self._hooks, self._model = self._hooks, None, None
+        if hooks is not None and threading.get_ident() == self._thread:
+            hooks.__exit__(None, None, None)
+        self._engine = None
+        close, self._close = self._close, lambda: None
+        close()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if self._hooks is None or (self._engine is None and process_bytes() <= self._most_bytes):
+            return tensor
+        if self._engine is None:
+            self._open()
+        return self._engine, self._engine.pack(tensor)
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        engine, moved = saved
+        tensor: Tensor = engine.unpack(moved)
+        return tensor
+
+    def _open(self) -> None:
+        from memwall.apply.offload.parking import open_engine  # 10 MiB and 0.3 s, that few runs need
+        from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES
+
+        assert self._model is not None
+        self._engine, self._close = open_engine(
+            [self._model],
+            disk=self._disk,
+            capacity_bytes=self._capacity_bytes,
+            window_bytes=WINDOW_BYTES,
+            min_bytes=MIN_MOVED_BYTES,
+            holds_sources=False,
+        )
+        _log.info("the first step holds more than half of its budget: what is saved from here on goes to disk")
