@@ -95,14 +95,14 @@ def plan_for(model: nn.Module) -> Plan:
     )
 
 
-def by_fit(folder: Path, arm: Callable[[], None], *, is_planned: bool = False, num_rows: int = 16) -> str:
+def by_fit(folder: Path, arm: Callable[[], None], *, is_planned: bool = False) -> str:
     """Trains by `memwall.fit`: each step is handed over, so that it can be done again, or under a plan a plain loop."""
     model, optimizer = made()
     how: dict[str, Any] = {"plan": plan_for(model)} if is_planned else {"budget": "1TiB"}
     arm()
     with _nothing_left(), memwall.fit(model, optimizer, disk=str(folder), **how) as session:
         for _ in range(NUM_STEPS):
-            batch = torch.randn(num_rows, 24)
+            batch = torch.randn(16, 24)
             if is_planned:
                 model(batch)["loss"].backward()
             else:
@@ -197,7 +197,6 @@ BY: dict[str, Callable[[Path, Callable[[], None]], str]] = {
     "fit under a plan": partial(by_fit, is_planned=True),
     "run": partial(by_run, num_steps=NUM_STEPS),
     "trainer": by_trainer,
-    "fit with room for a smaller plan": partial(by_fit, num_rows=1 << 15),
 }
 
 

@@ -176,6 +176,23 @@ class Recovery:
         reason = self.why_final(None) or "the loop computes the gradients itself, so that memwall cannot do that again"
         return self.error(found, reason)
 
+    def not_brought_back(self, error: BaseException) -> OutOfMemoryError | None:
+        """Returns the typed error for state that a session that closes has no memory for; None of any other failure."""
+        found = self.exhaustion_of(error)
+        if found is None:
+            return None
+        asked = format_bytes(found.asked_bytes) if found.asked_bytes else "memory"
+        return OutOfMemoryError(
+            f"out of memory while the session closed: {asked} could not be had while the process held "
+            f"{format_bytes(found.held_bytes)}; parameters and optimizer state that the plan has elsewhere are not all "
+            "back in memory, and what is not is on the meta device; load them from a checkpoint before they are used, "
+            "with more memory free",
+            phase="between steps",
+            asked_bytes=found.asked_bytes,
+            held_bytes=found.held_bytes,
+            next_budget_bytes=0,
+        )
+
 
 def excess_bytes(plan: Plan, peak_bytes: int) -> int:
     """Returns how far a step's peak lies above what the plan foresaw; 0 within the margin, or far from the budget."""

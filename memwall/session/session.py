@@ -6,6 +6,7 @@ The first step runs under the safest plan there is (`recorded_step`). It is a fu
 an evaluation follows it on one of several ranks, the plan waits (`recorded`) for the forward that all of them make.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -35,6 +36,7 @@ from memwall.trace.records import Trace
 
 __all__ = ["Session"]
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -219,6 +221,9 @@ class Session:
         Args:
             brings_back: optimizer state and parameters that are on disk come back into memory, which they may have no
                 room in; where the process ends next they can stay, and are fetched by whoever uses them all the same.
+
+        Raises:
+            OutOfMemoryError: there was no room for them; after a failure (not `completed`) that is logged.
         """
         if self.state == "closed":
             return
@@ -231,6 +236,13 @@ class Session:
             try:
                 with interruptions_put_off():
                     undo_all((self._patches.undo, *ends[::-1]))
+            except Exception as error:
+                failed = self._steps.recovery.not_brought_back(error)
+                if failed is None:
+                    raise
+                if completed:
+                    raise failed from error
+                _log.error("%s", failed)  # the caller raises what has ended the training
             finally:
                 self._steps.state = "closed"
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, and again, while a session closes: what is on disk is back in memory before the script hears of it."""
+"""What befalls a session that closes, Ctrl-C or no memory: what is on disk is back before the script hears of it."""
 
 import os
 import signal
@@ -11,10 +11,12 @@ from block_models import WIDTH, Model, train
 from plans import plan_of
 
 from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.errors import OutOfMemoryError
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.session.interruptions import interruptions_put_off
 from memwall.session.session import Session
+from memwall.store.buckets import DiskBucket
 
 PLACED = (
     ParameterPlacement(
@@ -74,3 +76,26 @@ def test_one_who_insists_is_heard() -> None:
     with pytest.raises(KeyboardInterrupt):
         closes()
     assert done == [0, 1, 2, 3]
+
+
+def _no_room(*_: object, **__: object) -> None:
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("is_failed", [False, True], ids=["after training", "after a failure"])
+def test_state_that_has_no_room_when_a_session_closes_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_failed: bool
+) -> None:
+    model = Model()
+    expected, said = (ValueError, "the script's own") if is_failed else (OutOfMemoryError, "while the session closed")
+    with (  # noqa: PT012 (the session's own end is what may raise)
+        pytest.raises(expected, match=said) as caught,
+        Session(plan=plan_of(model, *PLACED), disk=str(tmp_path)) as session,
+    ):
+        train(session, model)
+        monkeypatch.setattr(DiskBucket, "copies", _no_room)
+        if is_failed:
+            raise ValueError("the script's own")
+    told = caplog.text if is_failed else str(caught.value)
+    assert "1.00 PiB could not be had" in told
+    assert "load them from a checkpoint before they are used" in told
