@@ -4,6 +4,7 @@
 #   make test-all   those, and all combinations and repetitions, and the tests of benchmarks
 #   make test-benchmarks   the tests of the programs in benchmarks/
 #   make mutations   bring back faults that were mended, and see that tests find each
+#   make test-recipes   the small form of each recipe, plain and under its budget; PEFT, in a folder of its own
 #   make test-kernels   the tests that need triton, which a folder of its own gets (Linux; 285 MB once)
 #   make test-low-bit   the tests that need torchao, which a folder of its own gets (26 MB once)
 #   make test-torch RELEASE=2.11.0   the unit tests with another release of torch, in an environment of its own (5 GB
@@ -43,6 +44,8 @@ FUZZED := trace trace_file plan run snapshot steps config lengths allocator_sett
 FUZZ_FOLDER := .venv/fuzz
 FUZZ_SECONDS := 60
 TORCHAO := 0.18.0
+PEFT := 0.21.2
+PEFT_FOLDER := .venv/peft-$(PEFT)
 SPHINX := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
 SITE := .venv/site
 TORCHAO_FOLDER := .venv/torchao-$(TORCHAO)
@@ -65,7 +68,7 @@ UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and n
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv fuzz faults soak site first-walk reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
+.PHONY: venv test-recipes fuzz faults soak site first-walk reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -163,6 +166,14 @@ test-low-bit: $(TORCHAO_FOLDER)/.installed
 
 $(TORCHAO_FOLDER)/.installed: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TORCHAO_FOLDER) torchao==$(TORCHAO)
+	touch $@
+
+# transformers imports PEFT wherever it finds it, so only these tests do.
+test-recipes: $(PEFT_FOLDER)/.installed
+	PYTHONPATH=$(CURDIR)/$(PEFT_FOLDER) $(PYTEST) tests/recipes
+
+$(PEFT_FOLDER)/.installed: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(PEFT_FOLDER) peft==$(PEFT)
 	touch $@
 
 unit: $(STAMP)

@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,16 +38,24 @@ class Observed:
         return lines[-1].removeprefix("weights ") if lines else ""
 
 
-def observed(script: Path, *options: str, folder: Path, budget: str | None = None, timeout: float = 240) -> Observed:
+def observed(
+    script: Path,
+    *options: str,
+    folder: Path,
+    budget: str | None = None,
+    timeout: float = 240,
+    arguments: Sequence[str] = (),
+) -> Observed:
     """Returns what a script did: under plain Python, or under `memwall run` where there is a budget.
 
     Args:
         folder: where it runs; its output goes there.
         timeout: seconds after which it is ended, by signal 9: its status is -9 then.
+        arguments: those of the script itself.
     """
-    command = [sys.executable, str(script)]
+    command = [sys.executable, str(script), *arguments]
     if budget is not None:
-        command = [sys.executable, "-m", "memwall", "run", "--budget", budget, *options, str(script)]
+        command = [sys.executable, "-m", "memwall", "run", "--budget", budget, *options, str(script), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     begin = time.monotonic()
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
