@@ -1,24 +1,50 @@
-"""Measures what `memwall run` costs before a script's first line, until its first step, and until its plan stands.
+"""Measures what memwall costs a script that fits anyway: before its first line, until its plan stands, and per step.
 
     python benchmarks/start_up.py [--rounds N]
 
-Two scripts, each plain and under a budget that asks for nothing, in turns: a tiny network, and a GPT of 100 million
-parameters. They print their own processor seconds, which the work of other processes does not add to, and their
-resident bytes; torch's imports are in both arms. Writes results/cpu/start_up.json.
+Two scripts, a tiny network and a GPT of 100 million parameters, in three arms that take turns: plain; `memwall run`,
+which leaves them alone; and `memwall run --report`, which records their first step and plans, for nothing. They print
+their own processor seconds, which the work of other processes does not add to, and their resident bytes; torch's
+imports are in all arms. Then steps of two equal models in turns, one of them under a plan of `memwall.fit` that does
+nothing: the median of the differences within neighbours. Then the start of three commands beside Python's own. Writes
+results/cpu/start_up.json.
 """
 
 import argparse
+import copy
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from workloads import Block
+
+import memwall
+
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "start_up.json"
-_STEPS = 3
+_STEPS = {"tiny": 300, "gpt_100m": 4}
+_ARMS = {
+    "plain": [],
+    "memwall": ["-m", "memwall", "run", "--budget", "16GiB"],
+    "planned": ["-m", "memwall", "run", "--budget", "16GiB", "--report", "run.json"],
+}
+_COMMANDS = {
+    "python": ["-c", "pass"],
+    "version": ["-m", "memwall", "--version"],
+    "help": ["-m", "memwall", "--help"],
+    "help_of_run": ["-m", "memwall", "run", "--help"],
+    "import_torch": ["-c", "import torch"],
+    "doctor": ["-m", "memwall", "doctor"],
+}
 _SCRIPT = """
 import json, time
 import torch
@@ -51,12 +77,10 @@ def batch(): return (torch.randint(19_500, (2, 64)),)
 }
 
 
-def run(script: str, folder: Path, *, planned: bool) -> dict[str, Any]:
+def run(script: str, folder: Path, arm: str) -> dict[str, Any]:
     """Returns what a script printed of itself."""
     (folder / "train.py").write_text(script)
-    command = [sys.executable, "train.py"]
-    if planned:
-        command = [sys.executable, "-m", "memwall", "run", "--budget", "16GiB", "train.py"]
+    command = [sys.executable, *_ARMS[arm], "train.py"]
     done = subprocess.run(command, cwd=folder, env=os.environ, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}: {done.stderr.strip()}")
@@ -66,10 +90,55 @@ def run(script: str, folder: Path, *, planned: bool) -> dict[str, Any]:
         "first_line_cpu_seconds": times[0],
         "first_step_cpu_seconds": times[2] - times[1],
         "second_step_cpu_seconds": times[3] - times[2],
+        "later_step_cpu_seconds": statistics.median(b - a for a, b in pairwise(times[3:])),
         "first_line_bytes": found["sizes"][0],
         "end_bytes": found["sizes"][1],
         "num_parameters": found["parameters"],
     }
+
+
+def steady(num_steps: int) -> dict[str, Any]:
+    """Returns what a plan that does nothing takes of a step, of a small GPT with four layers."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    planned = nn.Sequential(*[Block(128, 4, is_causal=True) for _ in range(4)], nn.Linear(128, 128))
+    models = {"planned": planned, "plain": copy.deepcopy(planned)}
+    optimizers = {arm: torch.optim.AdamW(model.parameters()) for arm, model in models.items()}
+    batch = torch.randn(4, 128, 128)
+    seconds: dict[str, list[float]] = {"planned": [], "plain": []}
+    with memwall.fit(planned, optimizers["planned"], budget="16GiB"):
+        for number in range(num_steps + 5):
+            for arm in ("planned", "plain") if number % 2 else ("plain", "planned"):
+                seconds[arm].append(_step(models[arm], optimizers[arm], batch))
+    pairs = list(zip(seconds["planned"][5:], seconds["plain"][5:], strict=True))
+    plain = statistics.median(b for _, b in pairs)
+    added = statistics.median(a - b for a, b in pairs)
+    return {
+        "num_steps": num_steps,
+        "step_cpu_seconds": plain,
+        "added_cpu_seconds": added,
+        "added_to_plain_ratio": added / plain,
+    }
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
+    begin = time.process_time()
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.process_time() - begin
+
+
+def commands(num_rounds: int) -> dict[str, Any]:
+    """Returns the processor seconds of whole processes."""
+    seconds: dict[str, list[float]] = {name: [] for name in _COMMANDS}
+    for _ in range(num_rounds):
+        for name, arguments in _COMMANDS.items():
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds[name].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return {f"{name}_cpu_seconds": statistics.median(each) for name, each in seconds.items()}
 
 
 def main() -> None:
@@ -83,24 +152,30 @@ def main() -> None:
         "num_threads": os.environ.get("OMP_NUM_THREADS"),
     }
     for name, model in _MODELS.items():
-        script = _SCRIPT.format(model=model, steps=_STEPS, page_bytes=os.sysconf("SC_PAGE_SIZE"))
-        arms: dict[str, list[dict[str, Any]]] = {"plain": [], "memwall": []}
+        script = _SCRIPT.format(model=model, steps=_STEPS[name], page_bytes=os.sysconf("SC_PAGE_SIZE"))
+        arms: dict[str, list[dict[str, Any]]] = {arm: [] for arm in _ARMS}
         with tempfile.TemporaryDirectory() as folder:
             for _ in range(rounds):
                 for arm, runs in arms.items():
-                    runs.append(run(script, Path(folder), planned=arm == "memwall"))
+                    runs.append(run(script, Path(folder), arm))
         medians = {
             arm: {key: statistics.median(one[key] for one in runs) for key in runs[0]} for arm, runs in arms.items()
         }
         record[name] = medians
-        added = {key: value - medians["plain"][key] for key, value in medians["memwall"].items()}
-        print(
-            f"{name}: before the first line {added['first_line_cpu_seconds']:+.2f} CPU s, "
-            f"{added['first_line_bytes'] / 2**20:+.1f} MiB; to the first step (recording) "
-            f"{added['first_step_cpu_seconds']:+.2f} s; to the second (planning) "
-            f"{added['second_step_cpu_seconds']:+.2f} s; {added['end_bytes'] / 2**20:+.1f} MiB at the end",
-            flush=True,
-        )
+        for arm in ("memwall", "planned"):
+            added = {key: value - medians["plain"][key] for key, value in medians[arm].items()}
+            later = added["later_step_cpu_seconds"] / medians["plain"]["later_step_cpu_seconds"]
+            print(
+                f"{name}, {arm}: before the first line {added['first_line_cpu_seconds']:+.2f} CPU s, "
+                f"{added['first_line_bytes'] / 2**20:+.1f} MiB; in the first step "
+                f"{added['first_step_cpu_seconds']:+.2f} s; in the second {added['second_step_cpu_seconds']:+.2f} s; "
+                f"in each later one {later:+.1%}; {added['end_bytes'] / 2**20:+.1f} MiB at the end",
+                flush=True,
+            )
+    record["steady"] = steady(200)
+    print(f"steady: {json.dumps(record['steady'])}", flush=True)
+    record["commands"] = commands(rounds)
+    print(f"commands: {json.dumps(record['commands'])}", flush=True)
     OUTPUT.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 

@@ -32,10 +32,9 @@ def doctor(
     """
     if script is not None and disk is not None:
         raise UsageError("doctor: SCRIPT is read, and --disk is of the machine; give one of them")
-    from memwall.observe.doctor import inspect_machine, warnings_of
-    from memwall.observe.script_mistakes import mistakes_in
-
     if script is not None:
+        from memwall.observe.script_mistakes import mistakes_in
+
         mistakes = mistakes_in(script)
         if as_json:
             write_json({"schema": "memwall.script-mistakes/1", "script": str(script), "mistakes": mistakes})
@@ -45,6 +44,8 @@ def doctor(
         if not mistakes:
             typer.echo(f"{script}: nothing to mend")
         return
+    from memwall.observe.doctor import inspect_machine, warnings_of  # with torch, which takes a second
+
     machine = inspect_machine(disk)
     warnings = warnings_of(machine)
     changes = active()

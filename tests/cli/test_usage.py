@@ -268,9 +268,10 @@ def test_allow_is_in_a_fixed_order() -> None:
     assert options.parse_allow("low-bit-optimizer, precision,precision") == ("low-bit-optimizer", "precision")
 
 
-def test_help_does_not_wait_for_torch() -> None:
+@pytest.mark.parametrize("command", [["--help"], ["doctor", __file__]])
+def test_what_needs_no_torch_does_not_wait_for_it(command: list[str]) -> None:
     code = (
-        "import sys\nfrom memwall.cli.app import main\nstatus = main(['--help'])\n"
+        f"import sys\nfrom memwall.cli.app import main\nstatus = main({command})\n"
         "print(status, sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     )
     begin = time.perf_counter()

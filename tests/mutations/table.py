@@ -26,6 +26,20 @@ PATCHES = "memwall/patches.py"
 
 MUTATIONS = (
     Mutation(
+        "a first step that is left alone keeps all that it saves, and may pass its budget",
+        "memwall/integrations/scripts/late_parking.py",
+        "(self._engine is None and process_bytes() <= self._most_bytes)",
+        "self._engine is None",
+        ("tests/integrations/test_ample_room.py",),
+    ),
+    Mutation(
+        "a run that was left alone, and grows, is never planned for",
+        "memwall/integrations/scripts/ample_room.py",
+        "        if self._is_passed:\n",
+        "        if False:\n",
+        ("tests/integrations/test_ample_room.py",),
+    ),
+    Mutation(
         "a size that is needed is shown rounded down, and typed as shown it is too little",
         "memwall/units.py",
         'last_digits = -(-parts // scale) if rounding == "up" else parts // scale',
