@@ -10,6 +10,8 @@
 #   make test-torch RELEASE=2.11.0   the unit tests with another release of torch, in an environment of its own (5 GB
 #       where its wheel brings CUDA)
 #   make test-deepspeed   real DeepSpeed on CPUs, in an environment of its own
+#   make test-frameworks   the tests with PEFT, TRL, timm, Lightning, sentence-transformers and diffusers, in an
+#       environment of their own (600 MB once)
 #   make test-phantom   the tests marked `gpu` and those of the phantom CUDA device, for which `make phantom` makes an
 #       environment (the CUDA build of torch, 5 GB once; phantom/README.md)
 #   make races   memwall's stream code on the phantom device: 500 random orders of work, and faults that have to be found
@@ -48,6 +50,9 @@ PEFT := 0.21.2
 PEFT_FOLDER := .venv/peft-$(PEFT)
 SPHINX := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
 SITE := .venv/site
+FRAMEWORKS := .venv/frameworks
+FRAMEWORK_PACKAGES := peft==0.21.2 trl==1.16.0 timm==1.0.31 lightning==2.6.6 sentence-transformers==6.2.0 diffusers==0.42.1
+FRAMEWORK_TESTS := $(addprefix tests/integrations/test_,frameworks.py lightning.py hf_lora.py)
 TORCHAO_FOLDER := .venv/torchao-$(TORCHAO)
 LOW_BIT_TESTS := $(wildcard tests/apply/optimizer_state/test_low_bit*.py)
 KERNEL_TESTS := tests/kernels/test_interpreter.py tests/kernels/test_ahead_of_time.py
@@ -68,7 +73,7 @@ UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and n
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv test-recipes fuzz faults soak site first-walk reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
+.PHONY: venv test-recipes fuzz faults soak site first-walk reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-frameworks test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -118,6 +123,19 @@ $(DEEPSPEED)/.installed: $(STAMP)
 test-deepspeed: $(DEEPSPEED)/.installed
 	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python -m pytest -m deepspeed tests/integrations/test_deepspeed_runs.py \
 	    tests/apply/optimizer_state/test_deepspeed_adam.py
+
+# An environment on top of .venv, as DeepSpeed's: transformers imports several of them wherever it finds them.
+$(FRAMEWORKS)/.installed: $(STAMP)
+	$(BIN)/python -m venv $(FRAMEWORKS)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	    > "$$($(FRAMEWORKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --constraint constraints.txt $(FRAMEWORK_PACKAGES)
+	@# PyPI's torchvision is for the build of torch with CUDA, and breaks transformers beside another one.
+	$(FRAMEWORKS)/bin/python -c 'import torchvision' 2>/dev/null || $(FRAMEWORKS)/bin/python -m pip uninstall --quiet --yes torchvision
+	touch $@
+
+test-frameworks: $(FRAMEWORKS)/.installed
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest $(ON_TWO_CORES) -rs $(FRAMEWORK_TESTS)
 
 phantom: $(PHANTOM)/.installed
 

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer gives a small Llama LoRA adapters and fine-tunes them, with packing and gradient accumulation."""
+"""TRL's SFTTrainer gives a small Llama LoRA adapters and fine-tunes them, with gradient accumulation."""
 
 import hashlib
 import random
