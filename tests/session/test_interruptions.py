@@ -78,24 +78,28 @@ def test_one_who_insists_is_heard() -> None:
     assert done == [0, 1, 2, 3]
 
 
-def _no_room(*_: object, **__: object) -> None:
-    torch.empty(1 << 50, dtype=torch.uint8)
-
-
 @pytest.mark.parametrize("is_failed", [False, True], ids=["after training", "after a failure"])
 def test_state_that_has_no_room_when_a_session_closes_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_failed: bool
 ) -> None:
-    model = Model()
+    model, copies, tried = Model(), DiskBucket.copies, []
+
+    def no_room_for_the_first(bucket: DiskBucket, device: torch.device | None = None) -> dict[int, torch.Tensor]:
+        tried.append(bucket)
+        if len(tried) == 1:
+            torch.empty(1 << 50, dtype=torch.uint8)
+        return copies(bucket, device)
+
     expected, said = (ValueError, "the script's own") if is_failed else (OutOfMemoryError, "while the session closed")
     with (  # noqa: PT012 (the session's own end is what may raise)
         pytest.raises(expected, match=said) as caught,
         Session(plan=plan_of(model, *PLACED), disk=str(tmp_path)) as session,
     ):
         train(session, model)
-        monkeypatch.setattr(DiskBucket, "copies", _no_room)
+        monkeypatch.setattr(DiskBucket, "copies", no_room_for_the_first)
         if is_failed:
             raise ValueError("the script's own")
+    assert len(tried) > 1, "what there is room for comes back"
     told = caplog.text if is_failed else str(caught.value)
     assert "1.00 PiB could not be had" in told
     assert "load them from a checkpoint before they are used" in told

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memwall.apply.memory.exhaustion import forget_frames, is_exhaustion
 from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
 from memwall.apply.optimizer_state.recorded import RecordedState, emptiable
 from memwall.apply.optimizer_state.ring import in_order, step_through
@@ -123,23 +124,36 @@ class OptimizerState:
         What a device has no room for comes into the host's memory: a state dict finds it there, a step does not.
 
         Raises:
-            StoreError: state cannot be read back; it stays on the meta device, so that nothing computes without it.
+            StoreError: some state cannot be read back; that stays on the meta device, so that nothing computes without
+                it.
         """
         self._taken.give_back()
+        first: Exception | None = None
         for share in self._shares.every:
             try:
-                share.bucket.bring_back()
-            except torch.OutOfMemoryError:
-                num_bytes = share.bucket.num_bytes
-                share.bucket.bring_back(_CPU)
-                _log.warning(
-                    "%s has no room for %s of the optimizer's state, which are CPU tensors now: state_dict() is whole, "
-                    "but before another step the state must be loaded again, with more memory free",
-                    self._space.device,
-                    format_bytes(num_bytes),
-                )
-            share.bucket.release()
-            self.on_return(share.parameters)
+                self._return(share)
+            except RuntimeError as error:
+                if not is_exhaustion(error):
+                    raise
+                forget_frames(error)  # and the buffers in them: another share may need less
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _return(self, share: StateShare) -> None:
+        try:
+            share.bucket.bring_back()
+        except torch.OutOfMemoryError:
+            num_bytes = share.bucket.num_bytes
+            share.bucket.bring_back(_CPU)
+            _log.warning(
+                "%s has no room for %s of the optimizer's state, which are CPU tensors now: state_dict() is whole, "
+                "but before another step the state must be loaded again, with more memory free",
+                self._space.device,
+                format_bytes(num_bytes),
+            )
+        share.bucket.release()
+        self.on_return(share.parameters)
 
     @torch.no_grad()
     def settle(self, *, resident_bytes: int, bucket_bytes: int) -> None:
