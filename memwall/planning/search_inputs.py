@@ -30,7 +30,7 @@ class SearchInputs:
     def __init__(self, trace: Trace, settings: Settings) -> None:
         self.trace, self.settings = trace, settings
         self.process: Process = (
-            live_process(trace) if settings.hardware is None else DeviceModel(trace, settings.hardware)
+            live_process(trace, settings.held) if settings.hardware is None else DeviceModel(trace, settings.hardware)
         )
         recorded = steady_step(trace)
         self.steady = smoothed(recorded, find_blocks(trace, recorded))

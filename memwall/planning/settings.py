@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from memwall.machine.hardware import Hardware
 from memwall.planning.action import Action
 from memwall.planning.recordings import Recordings
+from memwall.predict.cuda_allocator.held_blocks import Held
 from memwall.predict.first_step import FirstStep
 
 __all__ = ["Settings"]
@@ -38,6 +39,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """The device to plan for where it is not here; the trace is translated to it."""
     first_step: FirstStep | None = None
     """Needs of the step that a running session has recorded; None where the plan is not for a run that has begun."""
+    held: Held | None = None
+    """What the allocator of a CUDA device holds between two steps of such a session; None where that is not known."""
     standing: tuple[Action, ...] = ()
     """Actions that the recorded step ran under, memwall having been allowed to."""
     recordings: Recordings | None = None

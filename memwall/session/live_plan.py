@@ -12,11 +12,13 @@ from memwall.apply.optimizer_state.state_keeper import can_place
 from memwall.apply.streaming.parameter_keeper import why_not_streamed
 from memwall.apply.technique import allowed
 from memwall.errors import InfeasibleError, MemwallError
+from memwall.machine.meter import CudaMeter
 from memwall.patches import undo_all
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
+from memwall.predict.cuda.live_cuda import held_here
 from memwall.predict.live_device import live_process
 from memwall.session.evaluation_batch import with_evaluation
 from memwall.session.first_plan import charged, planned
@@ -328,11 +330,15 @@ class LivePlan:
         refused = {one.allow for one, handler in allowed(self.settings.allow) if handler.why_not_here(optimizers)}
         here = self.in_effect
         is_above_host = here.host_limit_bytes is not None  # what the user said of the disk is not said of host memory
+        meter = self._measured.meter
+        # Of ranks each holds something else, and they plan together.
+        held = held_here(meter.place) if isinstance(meter, CudaMeter) and self.ranks is None else None
         return msgspec.structs.replace(
             self.settings,
             allow=tuple(name for name in self.settings.allow if name not in refused),
             tier_capacity_bytes=here.host_limit_bytes if is_above_host else here.disk_capacity_bytes,
             allow_accumulation=here.is_cooperative,
+            held=held,
             can_move_state=can_place(optimizers),
             is_built_on_disk=here.parameters.is_watching and here.parameters.away_bytes > 0,
             parameters_stay=why_not_streamed(model, optimizers) or "",

@@ -92,17 +92,24 @@ def build_step(
 
 
 def steady_after(first: Step, *, gradients_persist: bool) -> Step:
-    """Returns the step that follows a first one: the optimizer's state is there already, as are gradients not freed.
+    """Returns the step that follows a first one.
+
+    The optimizer's state is there already, as are gradients that are not freed and what libraries hold.
 
     Temporaries of the optimizer that only creating the state needs are kept: an upper bound, and a small one.
     """
     if first.kind == "steady":
         return first
     standing: tuple[Category, ...] = ("optimizer_state", "gradient") if gradients_persist else ("optimizer_state",)
-    storages = tuple(
-        msgspec.structs.replace(s, birth=-1) if s.category in standing and s.death >= len(first.ops) else s
-        for s in first.storages
-    )
+    made = {index for op in first.ops for index in (*op.outputs, *op.writes)}
+
+    def stays(index: int, storage: Storage) -> bool:
+        if storage.death < len(first.ops):
+            return False
+        # What no operation returns and outlives the step is a library's.
+        return storage.category in standing or (storage.category == "temporary" and index not in made)
+
+    storages = tuple(msgspec.structs.replace(s, birth=-1) if stays(i, s) else s for i, s in enumerate(first.storages))
     return msgspec.structs.replace(first, kind="steady", storages=storages, process_peak_bytes=0)
 
 

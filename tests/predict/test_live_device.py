@@ -12,7 +12,14 @@ from memwall.errors import InfeasibleError
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.predict.cuda.cuda_device import CudaDevice
-from memwall.predict.cuda.live_cuda import as_plain, cuda_device_here, with_library_workspaces, workspaces_here
+from memwall.predict.cuda.live_cuda import (
+    as_plain,
+    cuda_device_here,
+    held_here,
+    with_library_workspaces,
+    workspaces_here,
+)
+from memwall.predict.cuda_allocator.held_blocks import Held, Range, UsedBlock
 from memwall.predict.cuda_allocator.step_peaks import reserved_peak_bytes
 from memwall.predict.live_device import LiveDeviceModel, live_process
 from memwall.predict.process import ProcessModel
@@ -54,6 +61,45 @@ def test_an_allocator_that_is_full_gives_back_what_it_keeps(
     assert process.crowded(step, plain).process_bytes == plain
     for limit_bytes in (least, (least + plain) // 2):
         assert process.crowded(step, limit_bytes).process_bytes <= limit_bytes
+
+
+def held(trace: Trace, *, beside_bytes: int) -> Held:
+    """Returns a segment for each storage that stands before a step, with so many free bytes beside it."""
+    ranges, blocks = [], []
+    place = 1 << 30
+    for size in (s.nbytes for s in steady_step(trace).storages if s.birth < 0):
+        num_bytes = -(-(size + beside_bytes) // (2 * MIB)) * 2 * MIB
+        common = {"address": place}
+        ranges.append(Range(**common, num_bytes=num_bytes, stream=0, is_small=False, is_expandable=False))
+        used = {"num_bytes": -(-size // 512) * 512, "requested_bytes": size, "stack": -1, "category": ""}
+        blocks.append(UsedBlock(**common, **used, is_pending=False, is_exact=True))
+        place += 2 * num_bytes
+    return Held(ranges=tuple(ranges), blocks=tuple(blocks))
+
+
+def test_what_the_recorded_step_left_in_pieces_is_where_later_ones_find_room(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    trace = recorded(workload_of(lambda: nn.Linear(512, 4096), lambda: torch.zeros(256, 512)), "h100-80gb")
+    step = steady_step(trace)
+    compact, torn = (live_process(trace, held(trace, beside_bytes=free)) for free in (0, 16 * MIB))
+    needed_bytes = [process.untreated(step).process_bytes for process in (live_process(trace), compact, torn)]
+    standing = [s for s in step.storages if s.birth < 0]
+    least_bytes = len(standing) * 8 * MIB  # of 16 free ones beside each a step of small tensors takes a part
+    assert needed_bytes[0] <= needed_bytes[1] < needed_bytes[2] - least_bytes // 2
+
+
+def test_blocks_that_no_step_knows_of_stay_and_are_no_workspace(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    trace = recorded(workload_of(lambda: nn.Linear(512, 4096), lambda: torch.zeros(256, 512)), "h100-80gb")
+    step, known = steady_step(trace), held(trace, beside_bytes=0)
+    other = Range(address=1 << 40, num_bytes=64 * MIB, stream=0, is_small=False, is_expandable=False)
+    block = msgspec.structs.replace(known.blocks[0], address=1 << 40, num_bytes=64 * MIB, requested_bytes=64 * MIB)
+    more = Held(ranges=(*known.ranges, other), blocks=(*known.blocks, block))
+    measured = msgspec.structs.replace(trace, workspace_bytes=65 * MIB)
+    found = [live_process(of, what).untreated(step).process_bytes for of, what in ((trace, known), (measured, more))]
+    assert found[1] - found[0] == 65 * MIB
 
 
 class Growing(nn.Module):
@@ -110,7 +156,8 @@ def test_a_recorded_step_is_forecast_as_torch_counts_the_next(workload_of: Calla
     optimizer = workload.make_optimizer(model)
     builder = TraceBuilder([model], workspaces=workspaces_here(device))
     trace = run_recorded(builder, workload, model, optimizer, batch, num_steps=1)
-    foreseen = steady_step(as_plain(with_library_workspaces(trace, device)))
+    trace = as_plain(with_library_workspaces(trace, device))
+    held = held_here(device)
     torch.cuda.empty_cache()
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
@@ -118,4 +165,6 @@ def test_a_recorded_step_is_forecast_as_torch_counts_the_next(workload_of: Calla
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     assert isinstance(cuda_device_here(device), CudaDevice)
-    assert reserved_peak_bytes(foreseen) == pytest.approx(torch.cuda.max_memory_reserved(), abs=2 * MIB)
+    process, reserved_bytes = live_process(trace, held), torch.cuda.max_memory_reserved()
+    found_bytes = process.untreated(steady_step(trace)).process_bytes - trace.base_bytes - trace.workspace_bytes
+    assert found_bytes == pytest.approx(reserved_bytes, abs=2 * MIB)

@@ -37,8 +37,9 @@ def trained(model: nn.Module, rows: int, width: int, budget: str) -> Session:
 
 
 def foreseen_and_held(session: Session) -> tuple[int, int]:
+    """Returns what a steady step holds; the first one under a plan proves actions, which takes the budget as well."""
     assert session.plan is not None
-    return session.plan.forecast.phases["steady_step"].process_bytes, session.measured.peak_bytes
+    return session.plan.forecast.phases["steady_step"].process_bytes, session.measured.last_peak_bytes
 
 
 @pytest.mark.parametrize("budget", ["414MiB", "311MiB", "207MiB"])
@@ -52,11 +53,18 @@ def test_what_passes_through_the_window_is_held_as_foreseen(budget: str) -> None
     assert any(isinstance(action, Offload) for action in session.plan.actions) == (budget != "414MiB")
 
 
+def test_pieces_of_the_recorded_step_in_which_workspaces_and_state_lie_are_foreseen() -> None:
+    """GIVEN blocks that are run again WHEN later steps find room THEN it is where the recorded one has left some."""
+    session = trained(nn.Sequential(*(Residual(160) for _ in range(4))), 9000, 160, "240MiB")
+    foreseen_bytes, held_bytes = foreseen_and_held(session)
+    assert foreseen_bytes == pytest.approx(held_bytes, rel=0.01)
+
+
 def test_how_the_recorded_step_cut_up_segments_is_no_workspace_of_later_ones() -> None:
     session = trained(nn.Sequential(*(Residual(128) for _ in range(4))), 12_288, 128, "260MiB")
     assert session.trace is not None
     assert session.trace.workspace_bytes < MIB
     foreseen_bytes, held_bytes = foreseen_and_held(session)
     # It is held to the budget, and foreseen so: with less it could do as well.
-    assert held_bytes <= foreseen_bytes <= 260 * MIB
-    assert foreseen_bytes - held_bytes <= 8 * MIB
+    assert max(foreseen_bytes, session.measured.peak_bytes) <= 260 * MIB
+    assert foreseen_bytes == pytest.approx(held_bytes, rel=0.02)

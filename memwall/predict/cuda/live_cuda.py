@@ -12,10 +12,11 @@ from memwall.predict.cuda.cublas import with_cublas_workspaces
 from memwall.predict.cuda.cuda_device import CudaDevice
 from memwall.predict.cuda.reductions import Multiprocessors
 from memwall.predict.cuda.workspaces import CudaWorkspaces
+from memwall.predict.cuda_allocator.held_blocks import Held, Range, UsedBlock
 from memwall.predict.gradient_sums import with_sums_in_place
 from memwall.trace.records import Trace
 
-__all__ = ["as_plain", "cuda_device_here", "with_library_workspaces", "workspaces_here"]
+__all__ = ["as_plain", "cuda_device_here", "held_here", "with_library_workspaces", "workspaces_here"]
 
 
 def cuda_device_here(device: torch.device) -> CudaDevice:
@@ -43,3 +44,45 @@ def with_library_workspaces(trace: Trace, device: torch.device) -> Trace:
 def as_plain(trace: Trace) -> Trace:
     """Returns a trace recorded on CUDA with the gradients summed as they are while nobody watches."""
     return msgspec.structs.replace(trace, steps=tuple(with_sums_in_place(step, trace.names) for step in trace.steps))
+
+
+def held_here(device: torch.device) -> Held | None:
+    """Returns the segments of a device of this machine that have a block in use, and these blocks.
+
+    Returns:
+        None of a device that is not CUDA's, and where segments expand: those are not simulated for a run.
+    """
+    if device.type != "cuda":
+        return None
+    number = torch.cuda.current_device() if device.index is None else device.index
+    ranges, blocks = [], []
+    for segment in torch.cuda.memory_snapshot():
+        used = [block for block in segment["blocks"] if block["state"] != "inactive"]
+        if segment["device"] != number or not used or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+            continue
+        if segment["is_expandable"]:
+            return None
+        ranges.append(
+            Range(
+                address=segment["address"],
+                num_bytes=segment["total_size"],
+                stream=segment["stream"],
+                is_small=segment["segment_type"] == "small",
+                is_expandable=False,
+            )
+        )
+        blocks += [
+            UsedBlock(
+                address=block["address"],
+                num_bytes=block["size"],
+                requested_bytes=block["requested_size"],
+                stack=-1,
+                category="",
+                is_pending=False,  # whatever waits for another stream is done with when a plan is applied
+                is_exact=True,
+            )
+            for block in used
+        ]
+    ranges.sort(key=lambda one: one.address)
+    blocks.sort(key=lambda one: one.address)
+    return Held(ranges=tuple(ranges), blocks=tuple(blocks))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from memwall.errors import TraceError
-from memwall.predict.cuda_allocator.held_blocks import Held
+from memwall.predict.cuda_allocator.held_blocks import Held, Standing
 from memwall.predict.cuda_allocator.rounding import MIN_BLOCK_BYTES, round_up
 from memwall.trace.records import Step
 
@@ -46,7 +46,7 @@ class EventTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.steps[1] if len(self.steps) > 1 else len(self.events)
 
 
-def events_of_steps(steps: Sequence[Step], *, num_repeats: int = 2) -> EventTrace:
+def events_of_steps(steps: Sequence[Step], *, num_repeats: int = 2, standing: Standing | None = None) -> EventTrace:
     """Returns the storages of recorded steps on a CUDA device as allocator events, all on one stream.
 
     Before each operation the storages that died are freed, then its own are allocated. What outlives a step is what
@@ -55,6 +55,7 @@ def events_of_steps(steps: Sequence[Step], *, num_repeats: int = 2) -> EventTrac
     Args:
         steps: in the order in which they run.
         num_repeats: how often the last one runs.
+        standing: what is held before the first of them; None for nothing. The cache is emptied ahead of that.
 
     Raises:
         TraceError: no step is given, or none has a storage on a CUDA device.
@@ -62,6 +63,8 @@ def events_of_steps(steps: Sequence[Step], *, num_repeats: int = 2) -> EventTrac
     if not steps:
         raise TraceError("there is no step to replay; record at least one")
     builder = _Builder()
+    if standing is not None:
+        builder.begin_with(standing)
     last = len(steps) - 1
     for position in range(last + num_repeats):
         builder.add_step(steps[min(position, last)], min(position, last))
@@ -70,7 +73,12 @@ def events_of_steps(steps: Sequence[Step], *, num_repeats: int = 2) -> EventTrac
     if not builder.events:
         found = sorted({storage.device for step in steps for storage in step.storages})
         raise TraceError(f"no storage of the trace is on 'cuda'; its storages are on {', '.join(found) or 'nothing'}")
-    return EventTrace(events=tuple(builder.events), steps=tuple(builder.steps), boundaries=tuple(builder.boundaries))
+    return EventTrace(
+        events=tuple(builder.events),
+        steps=tuple(builder.steps),
+        boundaries=tuple(builder.boundaries),
+        held=None if standing is None else standing.held,
+    )
 
 
 def live_peak_bytes(trace: EventTrace) -> int:
@@ -101,6 +109,13 @@ class _Builder:
         self._num_blocks = 0
         self._standing: dict[tuple[int, int], tuple[int, int]] = {}
         """Block and bytes, by step and storage."""
+        self._is_cache_full = False
+        """Whether segments that the first step does not begin with are returned ahead of it."""
+
+    def begin_with(self, standing: Standing) -> None:
+        """Has the first step begin with blocks that are there."""
+        self._standing = {(-1, i): (-1 - i, standing.held.blocks[i].requested_bytes) for i in standing.of_step}
+        self._is_cache_full = True
 
     def add_step(self, step: Step, number: int) -> None:
         num_ops = len(step.ops)
@@ -148,6 +163,9 @@ class _Builder:
                     missing.append(index)
         for blocks in spare.values():
             self.events.extend((FREE, block, 0, 0) for block in blocks)
+        if self._is_cache_full:
+            self._is_cache_full = False
+            self.events.append((EMPTY_CACHE, 0, 0, 0))
         for index in missing:
             live[index] = self._allocate(step.storages[index].nbytes)
         return live

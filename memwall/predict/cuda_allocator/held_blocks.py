@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-__all__ = ["Held", "Range", "UsedBlock"]
+__all__ = ["Held", "Range", "Standing", "UsedBlock"]
 
 
 class Range(Struct, frozen=True, kw_only=True):
@@ -49,3 +49,16 @@ class Held(Struct, frozen=True, kw_only=True):
     blocks: tuple[UsedBlock, ...]
     granule_bytes: int = 20 << 20
     """Unit of mapping of expandable segments in the large pool."""
+
+
+class Standing(Struct, frozen=True, kw_only=True):
+    """Holds what a device holds before a step, and which blocks of it the step before it has left."""
+
+    held: Held
+    of_step: tuple[int, ...]
+    """Indices into `held.blocks`: what the next step begins with, or lets go of."""
+
+    @property
+    def others_bytes(self) -> int:
+        """Returns the bytes of blocks that no step knows of: they stay."""
+        return sum(b.num_bytes for b in self.held.blocks) - sum(self.held.blocks[i].num_bytes for i in self.of_step)

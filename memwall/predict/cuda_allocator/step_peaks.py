@@ -8,6 +8,7 @@ from msgspec import Struct
 from memwall.predict.cuda_allocator.allocator_events import EventTrace, events_of_steps
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
 from memwall.predict.cuda_allocator.event_replay import Playback
+from memwall.predict.cuda_allocator.held_blocks import Standing
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 from memwall.predict.curve import live_peak_bytes
@@ -44,19 +45,21 @@ def step_peaks(
     *,
     settings: AllocatorSettings | None = None,
     capacity_bytes: int | None = None,
+    standing: Standing | None = None,
 ) -> tuple[StepPeak, ...] | None:
     """Returns the peaks of each step of a run, the last one repeated.
 
     Args:
         settings: of the allocator; None for torch's defaults.
         capacity_bytes: what the device can give to the allocator; None: without end.
+        standing: what the allocator holds before; None for nothing.
 
     Returns:
         None if a request is out of memory even after the cache has been given back.
     """
-    trace = events_of_steps(steps, num_repeats=NUM_STEADY)
+    trace = events_of_steps(steps, num_repeats=NUM_STEADY, standing=standing)
     allocator = CudaAllocator(settings or AllocatorSettings(), profile, capacity_bytes=capacity_bytes)
-    playback = Playback(allocator)
+    playback = Playback(allocator, trace.held)
     peaks = []
     for begin, end in _spans(trace):
         allocator.reserved_peak_bytes = allocator.reserved_bytes
@@ -78,17 +81,20 @@ def _spans(trace: EventTrace) -> list[tuple[int, int]]:
     return list(zip(begins, [*begins[1:], len(trace.events)], strict=True))
 
 
-def reserved_peak_bytes(step: Step, *, capacity_bytes: int | None = None) -> int | None:
+def reserved_peak_bytes(
+    step: Step, *, capacity_bytes: int | None = None, standing: Standing | None = None
+) -> int | None:
     """Returns the most that the allocator of this torch holds in a step which is repeated, with default settings.
 
     Args:
         capacity_bytes: what it may hold: it gives free segments back before it passes that; None: without end.
+        standing: what it holds before; None for nothing.
 
     Returns:
         None if the step is out of memory even so.
     """
     profile, _ = profile_for(str(torch.__version__))
-    peaks = step_peaks((step,), profile, capacity_bytes=capacity_bytes)
+    peaks = step_peaks((step,), profile, capacity_bytes=capacity_bytes, standing=standing)
     return None if peaks is None else max(peak.reserved_bytes for peak in peaks)
 
 
@@ -100,14 +106,14 @@ def allocated_peak_bytes(step: Step) -> int:
     return max(peak.allocated_bytes for peak in peaks)
 
 
-def least_reserved_bytes(step: Step) -> int:
+def least_reserved_bytes(step: Step, standing: Standing | None = None) -> int:
     """Returns the least that the allocator can do with in a step which is repeated, to one part in a hundred."""
-    enough_bytes = reserved_peak_bytes(step)
+    enough_bytes = reserved_peak_bytes(step, standing=standing)
     assert enough_bytes is not None, "memory without end is never full"
     too_few_bytes = min(live_peak_bytes(step, "cuda"), enough_bytes) - 1
     while enough_bytes - too_few_bytes > max(enough_bytes // 100, _SEGMENT_STEP_BYTES):
         capacity_bytes = (enough_bytes + too_few_bytes) // 2
-        held_bytes = reserved_peak_bytes(step, capacity_bytes=capacity_bytes)
+        held_bytes = reserved_peak_bytes(step, capacity_bytes=capacity_bytes, standing=standing)
         if held_bytes is None:
             too_few_bytes = capacity_bytes
         else:
