@@ -1,15 +1,22 @@
 """The budget of a CUDA device: torch's allocator is held to it, and gives way where a step would end the run."""
 
+from collections.abc import Callable
+
 import torch
 
 from memwall.apply.memory.yielding import Yielding
 from memwall.machine.meter import CudaMeter, Meter
-from memwall.store.room import CudaLimit
+from memwall.store.room import CudaLimit, cuda_segment_room_bytes
 
 __all__ = ["DeviceBudget"]
 
-# The second step under a plan finds segments as the first one left them, and the third as a step under the plan did.
+# The first step under a plan proves actions, for which tensors live longer than they will; the second one begins with
+# the segments that are in use, as is foreseen, and the third with those that a step under the plan has left.
 _NUM_FIRST_STEPS = 2
+# What an optimizer may have besides its state at once, as a multiple of its gradients: torch's need two, for an update
+# and its denominators. Where segments have less room its operations are watched, which costs time for each; what lies
+# free in segments is in pieces, and does not count.
+_OPTIMIZER_COPIES = 4
 
 
 class DeviceBudget:
@@ -18,7 +25,7 @@ class DeviceBudget:
     def __init__(self) -> None:
         self._limit = CudaLimit()
         self._yielding: Yielding | None = None
-        self._num_steps_to_watch = self._num_retries = 0
+        self._num_steps_to_watch = self._num_retries = self._num_steps = 0
 
     @property
     def is_kept(self) -> bool:
@@ -38,6 +45,7 @@ class DeviceBudget:
             return
         self._limit.hold(meter.place, budget_bytes - meter.base_bytes(0))
         self._num_steps_to_watch, self._num_retries = _NUM_FIRST_STEPS, _num_retries(self._limit.place)
+        self._num_steps = 0
 
     def begin_step(self, *, can_be_redone: bool) -> None:
         """Has the limit give way in a step that may not fit, unless that is done again under a plan that needs less.
@@ -49,12 +57,32 @@ class DeviceBudget:
         if self._limit.place is None:
             return
         num_retries = _num_retries(self._limit.place)
+        self._num_steps += 1
         if num_retries > self._num_retries:
             self._num_retries, self._num_steps_to_watch = num_retries, max(1, self._num_steps_to_watch)
+            torch.cuda.empty_cache()
+        elif self._num_steps == _NUM_FIRST_STEPS:
             torch.cuda.empty_cache()
         if self._num_steps_to_watch and not can_be_redone:
             self._num_steps_to_watch -= 1
             self._yielding = Yielding(self._limit)
+
+    def optimizer_begins(
+        self, optimizer: torch.optim.Optimizer, make_room: Callable[[torch.OutOfMemoryError], bool]
+    ) -> None:
+        """Has operations of an optimizer's step repeated where that may find no memory: it cannot be done again.
+
+        Args:
+            make_room: called where an operation found none; tells whether to repeat it.
+        """
+        if self._limit.place is None:
+            return
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        needed_bytes = _OPTIMIZER_COPIES * sum(gradient.nbytes for gradient in gradients)
+        if cuda_segment_room_bytes(self._limit.place) < needed_bytes:
+            gives = self._yielding is not None
+            self.end_step()
+            self._yielding = Yielding(self._limit, gives=gives, make_room=make_room)
 
     def end_step(self) -> None:
         """Notes that a step's first optimizer has stepped, or that the step will not end."""

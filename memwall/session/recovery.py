@@ -7,16 +7,19 @@ begin again; a run that commits its steps leaves that budget to the process that
 
 import logging
 
+import torch
+
 from memwall.apply.memory.exhaustion import Exhaustion, as_error, exhaustion_of
 from memwall.errors import InfeasibleError, OutOfMemoryError
 from memwall.machine.process_group import num_processes
 from memwall.planning.planfile import Plan
-from memwall.session.live_plan import LivePlan
+from memwall.session.live_plan import LivePlan, Revision
 from memwall.session.measurements import Measurements
 from memwall.session.next_budget import MAX_ATTEMPTS
 from memwall.session.ranks.shared_plan import agreed_excess
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_state import StepState
+from memwall.torch_internals.allocator import clear_cublas_workspaces
 from memwall.units import format_bytes
 
 __all__ = ["Recovery", "excess_bytes"]
@@ -37,6 +40,8 @@ class Recovery:
         self._excess_bytes = 0
         """Bytes by which the last step under the plan exceeded what the plan promised, the budget being near."""
         self._can_plan_again = True
+        self._shortage: Exhaustion | None = None
+        """What the optimizer's step lacked, in the last step."""
 
     # -- steps that took more than foreseen ----------------------------------------------------------------------------
 
@@ -66,6 +71,10 @@ class Recovery:
             RankError: another rank has ended its run.
         """
         excess, self._excess_bytes = self._excess_bytes, 0
+        shortage, self._shortage = self._shortage, None
+        if shortage is not None and self._live.ranks is None and self._live.trace is not None:
+            self._change_to_less(shortage)
+            return
         if self._live.ranks is not None:
             excess = agreed_excess(self._live.ranks, excess)
         if not excess:
@@ -121,19 +130,9 @@ class Recovery:
         What was needed beyond the forecast is charged to the process. What the process held is all that it can have:
         where that is below the budget, the budget was not there.
         """
-        before = self._live.plan
-        assert before is not None
-        self._live.note_lost()
-        self._live.in_effect.allocator.trim()
-        charged_bytes = max(0, found.held_bytes + found.asked_bytes - _foreseen_bytes(before))
-        try:
-            revision = self._live.revised(charged_bytes=charged_bytes, held_bytes=found.held_bytes)
-        except InfeasibleError as error:
-            _log.warning("no plan fits the %s that could be had: %s", format_bytes(error.budget_bytes), error)
+        revision = self._change_to_less(found)
+        if revision is None:
             return False
-        if revision.plan.actions == before.actions:
-            return False
-        self._live.change_to(revision)
         self._measured.count_recovery()
         _log.warning(
             "out of memory in the %s of step %d: %s asked for, %s held; the step is done again; attempt %d of %d, "
@@ -145,6 +144,46 @@ class Recovery:
             self._measured.oom_recoveries,
             MAX_ATTEMPTS,
             format_bytes(revision.plan.forecast.peak.process_bytes),
+        )
+        return True
+
+    def _change_to_less(self, found: Exhaustion) -> Revision | None:
+        before = self._live.plan
+        assert before is not None
+        self._live.note_lost()
+        self._live.in_effect.allocator.trim()
+        charged_bytes = max(0, found.held_bytes + found.asked_bytes - _foreseen_bytes(before))
+        try:
+            revision = self._live.revised(charged_bytes=charged_bytes, held_bytes=found.held_bytes)
+        except InfeasibleError as error:
+            _log.warning("no plan fits the %s that could be had: %s", format_bytes(error.budget_bytes), error)
+            return None
+        if revision.plan.actions == before.actions:
+            return None
+        self._live.change_to(revision)
+        return revision
+
+    def make_room(self, error: torch.OutOfMemoryError) -> bool:
+        """Makes room for an operation of an optimizer's step on CUDA; tells whether it is to be repeated.
+
+        Parameters have begun to change, so that the step cannot be done again. What follows it runs under a plan that
+        needs less.
+        """
+        found = exhaustion_of(error, "optimizer step", self._measured.meter)
+        if found is None or self._measured.oom_recoveries >= MAX_ATTEMPTS:
+            return False
+        clear_cublas_workspaces()
+        torch.cuda.empty_cache()
+        self._shortage = found
+        self._measured.count_recovery()
+        _log.warning(
+            "out of memory in the optimizer step of step %d: %s asked for, %s held; what failed is repeated; "
+            "attempt %d of %d",
+            self._measured.num_steps + 1,
+            format_bytes(found.asked_bytes),
+            format_bytes(found.held_bytes),
+            self._measured.oom_recoveries,
+            MAX_ATTEMPTS,
         )
         return True
 

@@ -262,6 +262,7 @@ class Steps:
         """
         if self.borders.in_step:
             self.live.in_effect.check_proofs()
+        self.live.in_effect.device_budget.optimizer_begins(optimizer, self.recovery.make_room)
         if self.live.recorded is not None:
             self.live.recorded.before_optimizer(self.borders.optimizers)
 

@@ -14,7 +14,7 @@ import torch
 from memwall.patches import Patches
 from memwall.units import format_bytes
 
-__all__ = ["CudaLimit", "asked_bytes_of", "cuda_room_bytes", "with_room"]
+__all__ = ["CudaLimit", "asked_bytes_of", "cuda_room_bytes", "cuda_segment_room_bytes", "with_room"]
 
 _log = logging.getLogger(__name__)
 
@@ -104,18 +104,24 @@ _giving: list[CudaLimit] = []
 """Limits that give way for now."""
 
 
-def with_room(make: Callable[[], _T], *, before_again: Callable[[], object] = lambda: None) -> _T:
+def with_room(
+    make: Callable[[], _T],
+    *,
+    before_again: Callable[[], object] = lambda: None,
+    make_room: Callable[[torch.OutOfMemoryError], bool] = lambda _: False,
+) -> _T:
     """Returns what a function does, which is called once more wherever a limit gives way to what it lacked.
 
     Args:
         make: may be called several times.
         before_again: puts back what a call that failed has changed.
+        make_room: makes room otherwise where none gives way, and tells whether to try again.
     """
     while True:
         try:
             return make()
         except torch.OutOfMemoryError as error:
-            if not any(limit.give(error) for limit in _giving):
+            if not any(limit.give(error) for limit in _giving) and not make_room(error):
                 raise
         before_again()
 
@@ -124,6 +130,12 @@ def cuda_room_bytes(device: torch.device) -> int:
     """Returns the bytes that tensors may still take within the fraction of a device that torch is held to."""
     limit_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * _total_bytes(device))
     return limit_bytes - torch.cuda.memory_allocated(device)
+
+
+def cuda_segment_room_bytes(device: torch.device) -> int:
+    """Returns the bytes of segments that torch may still take of a device, within the fraction that it is held to."""
+    limit_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * _total_bytes(device))
+    return min(limit_bytes - torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[0])
 
 
 def _total_bytes(device: torch.device) -> int:

@@ -11,6 +11,7 @@ from memwall.torch_internals.names import find, function
 __all__ = [
     "CHANGING_CALLS",
     "attach_out_of_memory_observer",
+    "clear_cublas_workspaces",
     "record_memory_history",
     "set_settings",
     "settings_in_force",
@@ -53,6 +54,15 @@ record_memory_history: Callable[..., None] = function(
 
 Raises NotAvailableError without it.
 """
+
+_clear_cublas = find("torch._C._cuda_clearCublasWorkspaces", "giving workspaces back where memory has run out")
+
+
+def clear_cublas_workspaces() -> None:
+    """Frees the workspaces of cuBLAS, which come back with the next product; without the function they stay."""
+    if _clear_cublas is not None:
+        _clear_cublas()
+
 
 _attach_observer = find(
     "torch._C._cuda_attach_out_of_memory_observer", "a snapshot at the moment when CUDA's memory runs out"

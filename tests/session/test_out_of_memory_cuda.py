@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import memwall
 from memwall.errors import OutOfMemoryError
+from memwall.session.next_budget import MAX_ATTEMPTS
 from memwall.session.session import Session
 
 pytestmark = [pytest.mark.phantom(card="a100-80gb", memory_bytes=1 << 30, context_bytes=32 << 20), pytest.mark.slow]
@@ -21,7 +22,7 @@ class Full:
     """Takes all that the device has left, as another process might, when a place is passed, until a request fails."""
 
     def __init__(self) -> None:
-        self.place, self.num_failed = "", 0
+        self.place, self.num_failed, self.stays = "", 0, False
         self._driver, self._ballast = ctypes.CDLL(None), ctypes.c_void_p()
         torch._C._cuda_attach_out_of_memory_observer(lambda *_: self._give_back())
 
@@ -34,7 +35,7 @@ class Full:
         assert self._driver.cudaMalloc(ctypes.byref(self._ballast), ctypes.c_size_t(free_bytes - MIB)) == 0
 
     def _give_back(self) -> None:
-        if self._ballast.value:
+        if self._ballast.value and not self.stays:
             self._driver.cudaFree(self._ballast)
             self._ballast.value, self.num_failed = None, self.num_failed + 1
 
@@ -72,13 +73,20 @@ def made() -> tuple[Model, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def trained(model: Model, optimizer: torch.optim.Optimizer, session: Session | None, place: str = "") -> str:
+def trained(
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    session: Session | None,
+    place: str = "",
+    *,
+    is_handed_over: bool = True,
+) -> str:
     """Returns a digest of what came of the training, in the last but one step of which a place is armed."""
     torch.manual_seed(1)
     for step in range(NUM_STEPS):
         batch = torch.randn(4096, 64, device="cuda")
         model.full.place = place if step == NUM_STEPS - 2 else ""
-        if session is None:
+        if session is None or not is_handed_over:
             model(batch).backward()
         else:
             session.compute_gradients(batch, model)
@@ -103,10 +111,34 @@ def test_a_step_for_which_the_device_was_full_is_done_again_to_the_same_bits(pla
     assert found == expected
 
 
-def test_an_optimizer_step_for_which_the_device_was_full_ends_the_run_and_says_why() -> None:
+@pytest.mark.parametrize("is_handed_over", [True, False])
+def test_an_optimizer_step_for_which_the_device_was_full_goes_on_to_the_same_bits(*, is_handed_over: bool) -> None:
+    """GIVEN parameters that have begun to change WHEN there is no room THEN what failed is repeated, and no more."""
+    expected = trained(*made(), None)
+    torch.cuda.empty_cache()
     model, optimizer = made()
+    with memwall.fit(model, optimizer, budget="600MiB") as session:
+        found = trained(model, optimizer, session, "optimizer", is_handed_over=is_handed_over)
+    assert model.full.num_failed == session.measured.oom_recoveries == 1
+    assert session.measured.num_steps == NUM_STEPS
+    assert found == expected
+
+
+def test_room_that_is_made_for_an_optimizer_step_is_not_enough_for_the_next_forward() -> None:
+    """GIVEN a device that stays full WHEN workspaces make room for the optimizer THEN the run ends a step later."""
+    model, optimizer = made()
+    model.full.stays = True
     with (
-        pytest.raises(OutOfMemoryError, match=r"optimizer step.*parameters had begun to change"),
+        pytest.raises(OutOfMemoryError, match=rf"out of memory in the forward of step {NUM_STEPS}"),
         memwall.fit(model, optimizer, budget="600MiB") as session,
     ):
+        trained(model, optimizer, session, "optimizer")
+    assert session.measured.num_steps == NUM_STEPS - 1
+
+
+def test_an_optimizer_step_for_which_no_room_is_made_any_more_ends_the_run_and_says_why() -> None:
+    model, optimizer = made()
+    session = memwall.fit(model, optimizer, budget="600MiB")
+    session.measured.oom_recoveries = MAX_ATTEMPTS
+    with pytest.raises(OutOfMemoryError, match=r"optimizer step.*parameters had begun to change"), session:
         trained(model, optimizer, session, "optimizer")

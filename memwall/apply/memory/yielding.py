@@ -1,6 +1,7 @@
-"""Has a device's limit give way to the operations of a step, each of which is repeated where it found no memory."""
+"""Has room made for the operations of a step, each of which is repeated where it found no memory."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ __all__ = ["Yielding"]
 
 
 class Yielding(TorchDispatchMode):
-    """Has a limit give way from construction until `stop`.
+    """Has a limit give way from construction until `stop`, or has others make room.
 
     Operations that write into a tensor are not repeated: they may have begun to. Nor is compiled code, which lets go of
     what it was given, nor another operation that stands for a function: the limit ends where the step has one.
@@ -27,10 +28,18 @@ class Yielding(TorchDispatchMode):
         """Lets torch.compile compile in the step."""
         return True
 
-    def __init__(self, limit: CudaLimit) -> None:
+    def __init__(
+        self,
+        limit: CudaLimit,
+        *,
+        gives: bool = True,
+        make_room: Callable[[torch.OutOfMemoryError], bool] = lambda _: False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._limit, self._thread, self._is_stopped = limit, threading.get_ident(), False
-        limit.begin_giving()
+        self._limit, self._make_room = limit, make_room
+        self._thread, self._is_stopped = threading.get_ident(), False
+        if gives:
+            limit.begin_giving()
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -51,9 +60,13 @@ class Yielding(TorchDispatchMode):
             return func(*args, **kwargs)
         random = self._random_of(func, kwargs)
         if random is None:
-            return with_room(lambda: func(*args, **kwargs))
+            return with_room(lambda: func(*args, **kwargs), make_room=self._make_room)
         offset = random.get_offset()
-        return with_room(lambda: func(*args, **kwargs), before_again=lambda: random.set_offset(offset))
+        return with_room(
+            lambda: func(*args, **kwargs),
+            before_again=lambda: random.set_offset(offset),
+            make_room=self._make_room,
+        )
 
     def _random_of(self, func: Any, kwargs: dict[str, Any]) -> Any:
         """Returns what an operation draws random numbers from, which it may have done before it failed."""
