@@ -12,7 +12,6 @@ import hashlib
 import json
 import platform
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -63,8 +62,8 @@ def measured(recipe: Path) -> dict[str, Any]:
 
 def _run(recipe: Path, folder: Path, budget: str | None, *arguments: str) -> tuple[Observed, str]:
     """Runs a recipe in a folder of its own; returns what was seen, and a digest of what it trained."""
-    shutil.copytree(recipe, folder)
-    found = observed(folder / "train.py", folder=folder, budget=budget, arguments=arguments)
+    folder.mkdir()
+    found = observed(recipe / "train.py", folder=folder, budget=budget, arguments=arguments)
     if found.status != 0:
         raise SystemExit(f"{recipe.name}: status {found.status}\n{found.errors[-2000:]}")
     (weights,) = folder.glob("*.pt")

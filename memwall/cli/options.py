@@ -32,6 +32,7 @@ __all__ = [
     "LoraOption",
     "NoDiskOption",
     "MaskShareOption",
+    "ModeOption",
     "OptimizerOption",
     "Script",
     "TorchOption",
@@ -55,6 +56,25 @@ _RULES_TEXT = ", ".join(BATCH_RULES)
 PASS_ARGUMENTS: dict[Any, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 """Context settings of commands that end in SCRIPT [ARGS...]: what follows SCRIPT belongs to the script."""
 
+
+def _list_allowed(text: str | None) -> str | None:
+    """Lists what `--allow` takes, where it is asked for help, and ends the command."""
+    if text is None or "help" not in _words_of(text):
+        return text
+    from memwall.planning.modes import MODES
+    from memwall.planning.technique import allowable
+
+    for kind, means in allowable().items():
+        typer.echo(f"{kind}: {means}")
+    for mode, (means, _) in MODES.items():
+        typer.echo(f"{mode}: {means}; as --mode {mode}")
+    raise typer.Exit
+
+
+def _words_of(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on standard output; text on standard error.")]
 HostOption = Annotated[
     str | None, typer.Option("--host", metavar="SIZE", help="Host memory that offloaded bytes may use.")
@@ -75,7 +95,21 @@ NoDiskOption = Annotated[
 ]
 AllowOption = Annotated[
     str | None,
-    typer.Option("--allow", metavar="KIND,...", help="Allow what is not bit-exact; --allow help lists the kinds."),
+    typer.Option(
+        "--allow",
+        metavar="KIND,...",
+        help="Allow what is not bit-exact; --allow help lists the kinds.",
+        is_eager=True,
+        callback=_list_allowed,
+    ),
+]
+ModeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mode",
+        metavar="exact|balanced|smallest",
+        help="Allow nothing; what rounds at other points; or all that --allow knows, as far as it is possible.",
+    ),
 ]
 WorstBatchOption = Annotated[
     str | None,
@@ -228,26 +262,20 @@ def require_disk() -> None:
     check_directory(default_directory(), _LEAST_DISK_BYTES)
 
 
-def parse_allow(text: str | None) -> tuple[str, ...]:
-    """Returns the kinds of `--allow`, each once, in a fixed order; `--allow help` lists them and ends the command.
+def parse_allow(text: str | None, mode: str | None = None) -> tuple[str, ...]:
+    """Returns what `--allow` and `--mode` allow, each word once, in a fixed order, after the mode.
 
     Raises:
-        UsageError: a kind is unknown; the message lists those there are.
+        UsageError: a word is unknown, or the mode rules it out.
     """
-    kinds = [kind.strip() for kind in (text or "").split(",") if kind.strip()]
-    if not kinds:
+    words = _words_of(text or "")
+    if not words and mode is None:
         return ()
-    from memwall.planning.technique import allowable
+    from memwall.planning.modes import MODES, allowed_words
 
-    known = allowable()
-    if "help" in kinds:
-        for kind, means in known.items():
-            typer.echo(f"{kind}: {means}")
-        raise typer.Exit
-    for kind in kinds:
-        if kind not in known:
-            raise UsageError(f"--allow: '{kind}' is not known; expected one or more of {', '.join(known)}")
-    return tuple(kind for kind in known if kind in kinds)
+    if mode is not None and mode not in MODES:
+        raise UsageError(f"--mode: '{mode}' is not known; expected one of {', '.join(MODES)}")
+    return allowed_words([*([] if mode is None else [mode]), *words], option="--allow")
 
 
 def parse_count(text: str | None, option: str) -> int | Literal["max"] | None:

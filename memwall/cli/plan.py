@@ -19,6 +19,7 @@ from memwall.cli.options import (
     JsonOption,
     LoraOption,
     MaskShareOption,
+    ModeOption,
     NoDiskOption,
     OptimizerOption,
     WorstBatchOption,
@@ -73,6 +74,7 @@ def plan(
     disk_writes: DiskWritesOption = None,
     no_disk: NoDiskOption = False,
     allow: AllowOption = None,
+    mode: ModeOption = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", min=1, metavar="N", help="Samples per optimizer step; kept.")
     ] = None,
@@ -114,7 +116,7 @@ def plan(
         if asked is not None and value is not None:
             raise UsageError(f"{option} {value}: not together with --ranks; plan one process with it")
     budget_bytes = parse_budget(budget, device=device, whole_bytes=None if hardware is None else hardware.usable_bytes)
-    disk_tier, allowed, host_bytes = parse_disk(disk), parse_allow(allow), parse_host(host)
+    disk_tier, allowed, host_bytes = parse_disk(disk), parse_allow(allow, mode), parse_host(host)
     disk_bytes_per_day = parse_disk_writes(disk_writes, no_disk=no_disk)
     if output is not None:
         require_writable(output, option="--output")
@@ -249,12 +251,13 @@ def plan(
 
 def _check_recordable(source: str, allow: tuple[str, ...], recordings: "Recordings | None") -> None:
     """Raises UsageError where a technique is allowed of which a trace file does not show what it does to the step."""
+    from memwall.planning.modes import has_mode
     from memwall.planning.technique import techniques
 
     for technique in techniques():
         word = technique.allow
         is_offered = recordings is not None and word in recordings.offered
-        if technique.is_seen_recorded and word in allow and not is_offered:
+        if technique.is_seen_recorded and word in allow and not is_offered and not has_mode(allow):
             raise UsageError(
                 f"--allow {word}: {source} is a trace, and what {word} do to a step is seen by recording it with them; "
                 f"plan from the package.module:factory or the config.json, or give --allow {word} to `memwall run`"

@@ -14,6 +14,7 @@ from memwall.cli.options import (
     DiskWritesOption,
     HostOption,
     JsonOption,
+    ModeOption,
     NoDiskOption,
     parse_allow,
     parse_budget,
@@ -50,6 +51,7 @@ def run(
     disk_writes: DiskWritesOption = None,
     no_disk: NoDiskOption = False,
     allow: AllowOption = None,
+    mode: ModeOption = None,
     report_path: Annotated[
         Path | None, typer.Option("--report", metavar="run.json", help="Write forecast and measurement here.")
     ] = None,
@@ -103,7 +105,7 @@ def run(
         require_file(plan_path, expected="a plan written by memwall plan -o plan.json")
     if report_path is not None:
         require_writable(report_path, option="--report")
-    disk_tier, allowed = parse_disk(disk), parse_allow(allow)
+    disk_tier, allowed = parse_disk(disk), parse_allow(allow, mode)
     host_bytes, disk_bytes_per_day = parse_host(host), parse_disk_writes(disk_writes, no_disk=no_disk)
     if disk_bytes_per_day is not None and plan_path is not None:
         raise UsageError("run: --disk-writes is for a plan that is made in the run; this one is given: --plan")

@@ -59,7 +59,8 @@ class LightningCallback(_base()):  # type: ignore[misc]
         plan: a plan made for this module.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         disk_writes: the most that a plan may write there in a day of training, as "2TiB", or 0; by default no limit.
-        allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --allow help` lists.
+        allow: what may be done that is not bit-exact: words of --allow, or one of its modes, "exact",
+            "balanced" or "smallest"; `memwall plan --allow help` lists all.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ import msgspec
 
 from memwall.errors import UsageError
 from memwall.machine.hardware import Hardware
+from memwall.planning.modes import allowed_words, has_mode
 from memwall.planning.planfile import Plan
 from memwall.planning.recording_search import RecordingSearch
 from memwall.planning.recordings import Recordings
@@ -47,7 +48,8 @@ def plan(
         tier_capacity_bytes: the most to take of that tier; by default all that is free.
         disk_writes: the most to write to it in a day of training, in bytes or as a size such as "2TiB": writes wear a
             disk. By default there is no limit.
-        allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --allow help` lists.
+        allow: what may be done that is not bit-exact: words of --allow, or one of its modes, "exact",
+            "balanced" or "smallest"; `memwall plan --allow help` lists all.
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
             micro-batches that accumulate; without it the micro-batch stays.
         hardware: the device that the trace was translated to (memwall.predict.cuda.translate), where it is not here.
@@ -58,9 +60,10 @@ def plan(
         UsageError: the budget is no size, the global batch is not the trace's, or something is allowed that
             cannot be done.
     """
+    allow = allowed_words(allow)
     for technique in techniques():
         reason = technique.why_not(trace, tuple(allow)) if technique.allow in allow else None
-        if reason is not None:
+        if reason is not None and not has_mode(allow):
             raise UsageError(f"--allow {technique.allow}: {reason}")
     recorded = trace.micro_batch * trace.num_micro_batches
     if global_batch is not None and global_batch != recorded:

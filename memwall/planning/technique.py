@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from memwall.planning.action import Action
+from memwall.planning.action import Action, Exactness
 from memwall.planning.location import Location
 from memwall.planning.menu import Costs, Menu
 from memwall.planning.search_inputs import SearchInputs
@@ -79,6 +79,8 @@ class Technique(Generic[A]):
     """The word of --allow without which it is never chosen; "" where it needs none."""
     allow_means: ClassVar[str] = ""
     """Says what the word allows, for people."""
+    allow_exactness: ClassVar[Exactness] = "changes-numerics"
+    """How exact training is under what the word allows; by it the technique is in a mode or is not."""
     is_set_by_loop: ClassVar[bool] = False
     """Whether a training loop of Accelerate or the Trainer carries its action out by itself."""
     uses_tier: ClassVar[bool] = False

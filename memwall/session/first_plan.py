@@ -12,6 +12,7 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.errors import InfeasibleError, PlanError, UsageError
 from memwall.machine.limits import cgroup_limit, device_total_bytes, memory_limit_bytes
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak
+from memwall.planning.modes import allowed_words, has_mode
 from memwall.planning.planfile import Plan
 from memwall.planning.recording_search import RecordingSearch
 from memwall.planning.search import make_plan
@@ -40,7 +41,7 @@ def asked(
     """Returns what a session is asked for, checked as far as that goes before it knows the model.
 
     Raises:
-        UsageError: neither or both of budget and plan; something is allowed that only a CUDA device has.
+        UsageError: neither or both of budget and plan; what is allowed is not known, or only a CUDA device has it.
         PlanError: the plan is for a device that is not here.
     """
     if (budget_bytes is None) == (plan is None):
@@ -50,6 +51,7 @@ def asked(
             f"the plan is for device {plan.forecast.device}, and torch finds no CUDA device here; run it on a "
             "machine with one, or make a plan from a trace recorded on this machine with `memwall profile`"
         )
+    allow = allowed_words(allow)
     if not torch.cuda.is_available():
         check_device(allow, "cpu")
     if budget_bytes is None:
@@ -59,13 +61,13 @@ def asked(
 
 
 def check_device(allow: Sequence[str], device: str) -> None:
-    """Checks that what is allowed can be done on a kind of device.
+    """Checks that what is allowed by its own word can be done on a kind of device.
 
     Raises:
         UsageError: something cannot.
     """
     for technique in techniques():
-        if technique.allow in allow:
+        if technique.allow in allow and not has_mode(allow):
             technique.check_device(device)
 
 

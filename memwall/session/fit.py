@@ -50,7 +50,8 @@ def fit(
             that a launcher started on one host have equal parts of a CPU's memory limit.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         disk_writes: the most that a plan may write there in a day of training, as "2TiB", or 0; by default no limit.
-        allow: what may be done that is not bit-exact: words of --allow, which `memwall plan --allow help` lists.
+        allow: what may be done that is not bit-exact: words of --allow, or one of its modes, "exact",
+            "balanced" or "smallest"; `memwall plan --allow help` lists all.
 
     Raises:
         UsageError: neither or both of budget and plan; a budget that is no size; no optimizer of this model; a

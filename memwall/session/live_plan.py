@@ -14,6 +14,7 @@ from memwall.apply.technique import allowed
 from memwall.errors import InfeasibleError, MemwallError
 from memwall.machine.meter import CudaMeter
 from memwall.patches import undo_all
+from memwall.planning.modes import has_mode
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
@@ -184,7 +185,8 @@ class LivePlan:
             reason = technique.why_not(self.trace, self.settings.allow)
             reason = reason or handler.why_not_here(self._borders.optimizers)
             if reason is not None:
-                _log.warning("%s is allowed, but has no effect: %s", technique.allow, reason)
+                level = logging.INFO if has_mode(self.settings.allow) else logging.WARNING
+                _log.log(level, "%s is allowed, but has no effect: %s", technique.allow, reason)
 
     def make(self) -> bool:
         """Plans from the recorded step, together with all ranks, and applies the plan.

@@ -17,7 +17,7 @@ parser.add_argument("--steps", type=int, default=7)
 parser.add_argument("--out", default="nanogpt.pt", help="where the checkpoint goes")
 parser.add_argument("--tiny", action="store_true", help="a few seconds, for a first look")
 args = parser.parse_args()
-num_layers, num_heads, width, block_size, batch = (4, 4, 128, 128, 16) if args.tiny else (6, 6, 256, 256, 6)
+num_layers, num_heads, width, block_size, batch = (4, 4, 128, 128, 16) if args.tiny else (6, 4, 256, 256, 6)
 num_steps, eval_every = (4, 2) if args.tiny else (args.steps, 5)
 accumulate, learning_rate, warm_up, dropout = 2, 6e-4, 2, 0.1
 torch.manual_seed(1337)

@@ -34,6 +34,7 @@ OPTIONS = {
         "--disk-writes",
         "--no-disk",
         "--allow",
+        "--mode",
         "--global-batch",
         "--output",
     }
@@ -44,7 +45,16 @@ OPTIONS = {
     "profile": {"--output", "--steps", "--json"},
     "report": {"--output", "--format", "--json"},
     "run": {"--budget", "--plan", "--host", "--disk", "--disk-writes", "--no-disk", "--allow", "--report", "--json"}
-    | {"--checkpoint", "--checkpoint-every", "--resume", "--history", "--history-at-end", "--nproc", "--metrics"},
+    | {
+        "--mode",
+        "--checkpoint",
+        "--checkpoint-every",
+        "--resume",
+        "--history",
+        "--history-at-end",
+        "--nproc",
+        "--metrics",
+    },
     "top": {"--once", "--every", "--json"},
     "verify": {"--json"},
 }
@@ -115,7 +125,16 @@ def test_commands_and_options_are_pinned() -> None:
         (
             "run --budget 1GiB --allow precision,magic train.py",
             "--allow: 'magic' is not known; expected one or more of cpu-optimizer-step, "
-            "low-bit-optimizer, precision, kernels, low-bit-offload",
+            "low-bit-optimizer, precision, kernels, low-bit-offload, or a mode: exact, balanced, smallest",
+        ),
+        (
+            "run --budget 1GiB --mode small train.py",
+            "--mode: 'small' is not known; expected one of exact, balanced, smallest",
+        ),
+        (
+            "run --budget 1GiB --mode exact --allow kernels train.py",
+            "--allow: the mode exact rules out kernels, which is allowed beside it; leave one of them out, or take "
+            "balanced",
         ),
         (
             "run --budget 1GiB --allow cpu-optimizer-step train.py",
@@ -266,6 +285,22 @@ def test_disk_with_and_without_a_size(folder: Path) -> None:
 def test_allow_is_in_a_fixed_order() -> None:
     assert options.parse_allow(None) == ()
     assert options.parse_allow("low-bit-optimizer, precision,precision") == ("low-bit-optimizer", "precision")
+
+
+def test_a_mode_is_one_word_for_several() -> None:
+    everything = ("smallest", "cpu-optimizer-step", "low-bit-optimizer", "precision", "kernels", "low-bit-offload")
+    assert options.parse_allow(None, "exact") == ("exact",)
+    assert options.parse_allow("kernels", "balanced") == options.parse_allow("balanced") == ("balanced", "kernels")
+    assert options.parse_allow("precision", "smallest") == everything
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_what_can_be_allowed_is_listed_without_a_script(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """GIVEN nothing to run WHEN the kinds are asked for THEN they are listed, and the modes."""
+    assert main([command, "--allow", "help"]) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()][-4:] == [
+        "low-bit-offload", "exact", "balanced", "smallest",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", [["--help"], ["doctor", __file__]])

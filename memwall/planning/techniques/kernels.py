@@ -37,6 +37,7 @@ class _Kernels(Technique[FusedKernels]):
     order = 31
     allow = "kernels"
     allow_means = "fused kernels may stand in for norms, gated MLPs and losses; they round at other points"
+    allow_exactness = "equivalent"
     advice_rank = 3
     way_out_rank = 1
     is_seen_recorded = True

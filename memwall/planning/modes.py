@@ -1,0 +1,62 @@
+"""Three presets of what is allowed, one word each; which techniques a preset has follows from their exactness.
+
+A preset offers what it can: of its techniques those that a run, its model or its device rules out are left out. What is
+allowed by its own word has to be possible.
+"""
+
+from collections.abc import Sequence
+
+from memwall.errors import UsageError
+from memwall.planning.action import Exactness
+from memwall.planning.technique import allowable, techniques
+
+__all__ = ["MODES", "allowed_words", "has_mode"]
+
+MODES: dict[str, tuple[str, tuple[Exactness, ...]]] = {
+    "exact": ("the same bits; so it is where nothing is allowed", ()),
+    "balanced": ("also what computes the same and rounds at other points", ("equivalent",)),
+    "smallest": ("also what changes numerics: the smallest budget that can be met", ("equivalent", "changes-numerics")),
+}
+"""Mode -> what it means, and how exact the techniques are that it allows beside the bit-exact ones."""
+
+
+def allowed_words(words: Sequence[str], *, option: str = "allow") -> tuple[str, ...]:
+    """Returns what is allowed: each word of a technique once, in a fixed order, after the mode if one was given.
+
+    >>> allowed_words(["balanced"])
+    ('balanced', 'kernels')
+
+    Args:
+        option: what an error calls it.
+
+    Raises:
+        UsageError: a word is unknown, two modes were given, or a mode and what it does not allow.
+    """
+    known, modes = allowable(), [mode for mode in MODES if mode in words]
+    exactness = {one.allow: one.allow_exactness for one in techniques() if one.allow}
+    for word in words:
+        if word not in known and word not in MODES:
+            raise UsageError(
+                f"{option}: '{word}' is not known; expected one or more of {', '.join(known)}, or a mode: "
+                f"{', '.join(MODES)}"
+            )
+    if not modes:
+        return tuple(word for word in known if word in words)
+    if len(modes) > 1:
+        raise UsageError(f"{option}: {' and '.join(modes)} are modes; expected one of them")
+    (mode,) = modes
+    _, allows = MODES[mode]
+    offered = [word for word in known if exactness[word] in allows]
+    for word in words:
+        if word in known and word not in offered:
+            wider = next(each for each, (_, exact) in MODES.items() if exactness[word] in exact)
+            raise UsageError(
+                f"{option}: the mode {mode} rules out {word}, which is allowed beside it; leave one of them out, or "
+                f"take {wider}"
+            )
+    return (mode, *offered)
+
+
+def has_mode(allow: Sequence[str]) -> bool:
+    """Returns whether what is allowed comes from a mode, of which only what is possible counts."""
+    return any(mode in allow for mode in MODES)
