@@ -17,7 +17,7 @@ _SCRIPTS = {
 model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(1024, 1024), nn.ReLU())], nn.Linear(1024, 10))
 optimizer = torch.optim.Adam(model.parameters())
 def loss_of(step):
-    return nn.functional.cross_entropy(model(torch.randn(2048, 1024)), torch.randint(0, 10, (2048,)))
+    return nn.functional.cross_entropy(model(torch.randn(1024, 1024)), torch.randint(0, 10, (1024,)))
 """,
     "tables": """
 class Ranker(nn.Module):
@@ -35,7 +35,7 @@ def loss_of(step):
 """,
 }
 _LOOP = """
-for step in range(5):
+for step in range(3):
     optimizer.zero_grad()
     loss_of(step).backward()
     optimizer.step()

@@ -100,7 +100,7 @@ print(json.dumps(out | {"weights": weights()}))
 """
 
 
-def in_a_process(mode: str, tmp_path: Path, number: int | Path = 0, width: int = 1024) -> Any:
+def in_a_process(mode: str, tmp_path: Path, number: int | Path = 0, width: int = 768) -> Any:
     """What one run prints."""
     return printed_by(_SCRIPT, mode, number, tmp_path, width)
 
@@ -108,7 +108,7 @@ def in_a_process(mode: str, tmp_path: Path, number: int | Path = 0, width: int =
 @pytest.mark.slow
 def test_a_budget_that_is_infeasible_without_it_is_kept_with_the_same_weights(tmp_path: Path) -> None:
     probe = in_a_process("probe", tmp_path)
-    state_bytes = 2 * 16 * 1024 * 1024 * 4
+    state_bytes = 2 * 16 * 768 * 768 * 4
     assert probe["with"] < probe["without"] - 0.4 * state_bytes
     budget_bytes = probe["with"] + (probe["without"] - probe["with"]) // 3
 

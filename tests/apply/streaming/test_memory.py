@@ -104,11 +104,11 @@ def test_a_script_whose_model_does_not_fit_is_built_trained_and_saved_within_the
     """GIVEN weights that have no room beside the process WHEN a script builds, trains, saves them THEN as plainly."""
     script = tmp_path / "train.py"
     saving = "torch.save(model.state_dict(), sys.argv[1])\n"
-    script.write_text(_SCRIPT.replace("range(24)", "range(72)") + saving)
+    script.write_text(_SCRIPT.replace("range(24)", "range(36)") + saving)
     for name in ("plain", "planned"):
         (tmp_path / name).mkdir()
     (plain,) = output_of("train.py", "plain/weights.pt", cwd=tmp_path).splitlines()
-    weight_bytes = 3 * WEIGHT_BYTES
+    weight_bytes = WEIGHT_BYTES * 36 // 24
     budget_bytes = 340 * MIB + weight_bytes // 2
 
     options = ("--budget", str(budget_bytes), "--disk", str(tmp_path), "--report", "run.json")
