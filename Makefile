@@ -72,6 +72,8 @@ RELEASE_FOLDER = .venv/torch-$(RELEASE)
 UNIT_TESTS = -m "not slow and not exhaustive and not benchmark and not gpu and not phantom and not cgroup and not deepspeed"
 export PYTHONNOUSERSITE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Without files of bytecode each process that a test starts compiles memwall, and each run of pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: venv test-recipes fuzz faults soak site first-walk reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-frameworks test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
 

@@ -16,7 +16,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cgroup import CappedRun, CapUnavailable, memory_cap, own_group
+from revision import git
 
 __all__ = ["MODEL", "MODELS", "Case", "Reference", "run_case", "run_reference"]
 
@@ -181,8 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "kind": "cpu-measured",
         "command": f"python benchmarks/cap.py --model {options.model} --steps {options.steps} "
         f"--shares {' '.join(map(str, options.shares))}",
-        "commit": _git("rev-parse", "HEAD"),
-        "is_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": git("rev-parse", "HEAD"),
+        "is_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         "versions": {name: metadata.version(name) for name in ("torch", "highspy")}
         | {"python": platform.python_version()},
         "device": {"num_cores": os.cpu_count(), "machine": platform.machine(), "libc": " ".join(platform.libc_ver())},
@@ -210,11 +210,6 @@ def _holds(row: dict[str, Any]) -> bool:
         and planned["group_peak_bytes"] < row["cap_bytes"]
         and planned["has_same_weights"]
     )
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

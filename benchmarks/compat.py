@@ -15,7 +15,6 @@ import importlib.util
 import json
 import platform
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "compat"))
+from revision import commit  # noqa: E402
 from tree_memory import Observed, observed  # noqa: E402
 
 SCRIPTS = ROOT / "tests" / "compat" / "scripts"
@@ -160,10 +160,7 @@ def main() -> None:
             print(f"{script.stem}: left out, not installed: {', '.join(missing)}", flush=True)
             continue
         row = measured(script) | {"packages": packages(script)}
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        row |= {"commit": commit.stdout.strip(), "torch": torch.__version__, "machine": platform.machine()}
+        row |= {"commit": commit(), "torch": torch.__version__, "machine": platform.machine()}
         record = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {"tag": "cpu-measured", "scripts": {}}
         record["scripts"][script.stem] = row
         OUTPUT.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")

@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 from cgroup import own_group_peak_bytes
+from free_ports import free_port
 from raw_disk import io_bytes
 from torch.utils.checkpoint import checkpoint
 from workloads import GPT, WORKLOADS
@@ -172,10 +172,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     require_deepspeed()
     torch.set_num_threads(options.threads)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    one_rank = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     os.environ.update(one_rank, DS_ACCELERATOR="cpu")
     result = os.dup(1)
     os.dup2(2, 1)

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cgroup import CapUnavailable, memory_cap, own_group
+from free_ports import free_port
 from knob_report import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,10 +48,7 @@ def measure(arguments: Sequence[str], cap_bytes: int) -> dict[str, Any]:
 
 def ranks(folder: Path, num_ranks: int, *arguments: str) -> list[dict[str, Any]]:
     """What each rank of one run says."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks)}
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
     running = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(RANKS), str(folder), *arguments],

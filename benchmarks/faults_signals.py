@@ -24,6 +24,7 @@ _GAN = Path(__file__).parents[1] / "tests" / "scripts" / "train_gan.py"
 _SIGNALS_IN_A_CHAIN = 5
 _STEPS = 60
 _MOST_SECONDS_TO_END = 10.0
+_NOTHING, _READABLE = "nothing committed", "readable"
 
 
 def signals(folder: Path) -> Iterator[Instant]:
@@ -55,8 +56,13 @@ def _chain(
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
     (home / "plan.json").write_bytes(resumable_on_disk().encode())
+    is_committed = False
     for each in sent:
-        yield _harmed(home, train, each, draw)
+        outcome, said = _harmed(home, train, each, draw)
+        if is_committed and outcome == _NOTHING:
+            outcome = "lost"
+        is_committed |= outcome == _READABLE
+        yield outcome, said
     ended, whole = Forked(home, train).ended(), plain[name]
     is_same = ended is not None and whole is not None and ended.digest == whole.digest != ""
     yield "identical" if is_same else "different", "" if ended is None else ended.said
@@ -116,7 +122,7 @@ def _state_of(kept: Path) -> str:
     try:
         read_summary(kept)
     except UsageError:
-        return "nothing committed"
+        return _NOTHING
     except MemwallError:
         return "unreadable"
-    return "readable"
+    return _READABLE

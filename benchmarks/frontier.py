@@ -15,7 +15,6 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -38,6 +37,7 @@ from frontier_trials import (
     run,
     run_with_swap,
 )
+from revision import git
 from swap_file import SwapUnavailable, swap_file
 
 __all__ = ["holds", "main"]
@@ -244,8 +244,8 @@ def _write(rows: list[dict[str, Any]], cgroup_version: int, options: argparse.Na
         "schema": "memwall.bench-frontier/1",
         "kind": "cpu-measured",
         "command": _command(options),
-        "commit": _git("rev-parse", "HEAD"),
-        "is_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": git("rev-parse", "HEAD"),
+        "is_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
         "versions": {"torch": metadata.version("torch"), "python": platform.python_version()},
         "device": {"num_cores": os.cpu_count(), "machine": platform.machine(), "libc": " ".join(platform.libc_ver())},
         "load_at_the_end": os.getloadavg(),
@@ -266,11 +266,6 @@ def _write(rows: list[dict[str, Any]], cgroup_version: int, options: argparse.Na
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import importlib.metadata
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from gpu_kernels_adamw import OPTIMIZER_CASES, line_of, measure_steps
 from gpu_kernels_cases import CASES as OPERATION_CASES
 from gpu_kernels_cases import Case, Run
 from gpu_kernels_layers import LAYER_CASES
+from revision import git
 from torch import Tensor
 
 _RESULTS = Path(__file__).parent / "results"
@@ -205,10 +205,7 @@ def provenance() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "absent"
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {"device": device_name(), "commit": commit, "versions": versions, "tag": tag()}
+    return {"device": device_name(), "commit": git("rev-parse", "HEAD"), "versions": versions, "tag": tag()}
 
 
 def main() -> int:

@@ -4,11 +4,12 @@ import json
 import platform
 import re
 import statistics
-import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from revision import git
 
 FOLDER = Path(__file__).parent
 HEAP = "+heap"
@@ -26,13 +27,12 @@ MAX_PREDICTION_ERROR = 0.05
 
 def provenance() -> dict[str, Any]:
     """Returns what is needed to reproduce or compare a result."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FOLDER, capture_output=True, text=True).stdout.strip()
-    changes = subprocess.run(["git", "status", "--porcelain"], cwd=FOLDER, capture_output=True, text=True).stdout
+    changes = git("status", "--porcelain")
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
         "schema": "memwall.benchmarks.knobs/1",
         "tag": "cpu-measured",
-        "commit": commit,
+        "commit": git("rev-parse", "HEAD"),
         "has_uncommitted_changes": bool(changes),
         "cpu": model[1] if model else platform.processor(),
         "kernel": platform.release(),

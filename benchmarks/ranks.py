@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from revision import commit
 
 HERE = Path(__file__).parent
 FRONTENDS, WRAPPERS = ("fit", "run", "accelerate", "trainer"), ("ddp", "fsdp2")
@@ -121,9 +122,8 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", default=CELLS)
     chosen = parser.parse_args().cells
     path = HERE / "results" / "cpu" / "ranks.json"
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
     for name in chosen:
-        cell = measured(*parts_of(name)) | {"commit": commit.stdout.strip(), "num_ranks": parts_of(name)[2]}
+        cell = measured(*parts_of(name)) | {"commit": commit(), "num_ranks": parts_of(name)[2]}
         print(row(name, cell), flush=True)
         cells = json.loads(path.read_text())["cells"] if path.exists() else {}
         about = {"tag": "cpu-measured", "torch": torch.__version__, "share": SHARE}

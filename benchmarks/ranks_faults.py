@@ -18,8 +18,6 @@ import os
 import random
 import resource
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.fsdp  # once, before the forks
+from free_ports import free_port
+from revision import commit
 
 import memwall.integrations.launcher
 import memwall.planning.search  # noqa: F401
@@ -72,10 +72,7 @@ class Ranks:
     """
 
     def __init__(self, folder: Path, *arguments: str, is_plain: bool = False) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(NUM_RANKS)}
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(NUM_RANKS)}
         self.began_seconds = time.monotonic()
         self.running: dict[int, int] = {}
         self.statuses: dict[int, int] = {}
@@ -223,12 +220,11 @@ def main() -> None:
     asked = parser.parse_args()
     first, end = asked.instants
     path = HERE / "results" / "cpu" / "ranks_faults.json"
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
     for divided in asked.divided:
         with tempfile.TemporaryDirectory() as folder:
             part = disturbed(divided, faults_of(divided)[first:end], Path(folder))
         parts = json.loads(path.read_text())["parts"] if path.exists() else {}
-        parts[f"{divided}-{first}-{end}"] = part | {"commit": commit.stdout.strip()}
+        parts[f"{divided}-{first}-{end}"] = part | {"commit": commit()}
         about = {"tag": "cpu-measured", "torch": torch.__version__, "num_ranks": NUM_RANKS}
         path.write_text(json.dumps(about | {"parts": parts}, indent=2, sort_keys=True) + "\n")
         print("\n".join(table(parts)), flush=True)

@@ -16,7 +16,7 @@ LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 512,
     "intermediate_size": 2048,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "vocab_size": 512,

@@ -2,12 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from free_ports import free_port
 from warm_python import Program, warm_python
 
 __all__ = ["PRELUDE", "found_by_ranks", "run_ranks", "started_ranks", "torchrun_started"]
@@ -43,10 +43,7 @@ def torchrun_started(*arguments: str, folder: Path) -> "subprocess.Popen[str]":
 
 def started_ranks(num_ranks: int, *arguments: str, folder: Path, **environment: str) -> list[Program]:
     """Starts `python ARGUMENTS` as each rank of one host, as torchrun would, whose own process they do without."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
     shared |= {"LOCAL_WORLD_SIZE": str(num_ranks), "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     return [
         warm_python().start(*arguments, folder=folder, **shared, RANK=str(rank), LOCAL_RANK=str(rank))

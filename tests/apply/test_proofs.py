@@ -115,10 +115,8 @@ def test_a_recomputed_block_whose_results_are_written_past_autograd_ends_the_run
         assert model.blocks[1].inner.weight.grad is None
 
 
-def test_without_room_for_a_second_run_the_one_in_backward_is_the_proof(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """GIVEN a step that fills its budget WHEN a block is proven THEN nothing runs twice in forward."""
+def counted() -> tuple[type[Block], list[str]]:
+    """Returns a block, and what it appends to whenever it runs."""
     calls: list[str] = []
 
     class Counted(Block):
@@ -126,7 +124,15 @@ def test_without_room_for_a_second_run_the_one_in_backward_is_the_proof(
             calls.append("forward")
             return super().forward(x)
 
-    model = model_with(Counted)
+    return Counted, calls
+
+
+def test_without_room_for_a_second_run_the_one_in_backward_is_the_proof(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GIVEN a step that fills its budget WHEN a block is proven THEN nothing runs twice in forward."""
+    block, calls = counted()
+    model = model_with(block)
     expected = trained(copy.deepcopy(model), num_steps=1)
     calls.clear()
     monkeypatch.setattr(AllocatorHandler, "room_bytes", lambda handler: 1000)
@@ -164,16 +170,10 @@ def test_a_block_that_was_not_run_twice_and_differs_in_backward_ends_the_run(mon
 
 def test_of_several_ranks_each_runs_a_block_twice_whatever_room_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN a rank without room WHEN others prove a block THEN it does, too, and no collective in it lacks a rank."""
-    calls: list[str] = []
-
-    class Counted(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            calls.append("forward")
-            return super().forward(x)
-
+    block, calls = counted()
     monkeypatch.setattr(AllocatorHandler, "room_bytes", lambda handler: 0)
     for num_ranks, expected in ((1, 1), (2, 2)):
-        model = model_with(Counted)
+        model = model_with(block)
         with Session(plan=plan_of(model, Recompute(block="blocks.1"))) as session:
             session.attach(model, torch.optim.SGD(model.parameters()))
             with monkeypatch.context() as patched:

@@ -89,6 +89,14 @@ def config(tmp_path: Path) -> str:
 
 
 @pytest.fixture
+def deep_config(tmp_path: Path) -> str:
+    """The same with twice as many layers, where a plan has a choice."""
+    path = tmp_path / "deep.json"
+    path.write_text(json.dumps({**LLAMA, "num_hidden_layers": 6}))
+    return str(path)
+
+
+@pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs a command with --json; returns its status and the one object it prints."""
 

@@ -26,12 +26,12 @@ from memwall.trace.workload import Workload
 
 @pytest.mark.slow
 @pytest.mark.requires("transformers")
-def test_a_plan_for_a_device_fits_what_its_allocator_would_reserve(run: Run, config: str, tmp_path: Path) -> None:
+def test_a_plan_for_a_device_fits_what_its_allocator_would_reserve(run: Run, deep_config: str, tmp_path: Path) -> None:
     """GIVEN a budget below what the step needs THEN blocks are recomputed until the simulated process fits."""
-    _, plain = estimated(run, config)
+    _, plain = estimated(run, deep_config)
     budget = plain["peak"]["process_bytes"] + plain["margin_bytes"] - 300 * MIB
     output = tmp_path / "plan.json"
-    command = ("plan", config, "--device", "h100-80gb", *OPTIONS, "--budget", str(budget), "-o", str(output))
+    command = ("plan", deep_config, "--device", "h100-80gb", *OPTIONS, "--budget", str(budget), "-o", str(output))
     status, found = run(*command)
     jsonschema.validate(found, SCHEMA)
     assert (without_unit(found), untagged(found)) == ([], [])
@@ -62,9 +62,9 @@ def test_host_memory_is_the_next_tier_of_a_device(run: Run, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.requires("transformers")
-def test_what_a_plan_moves_to_the_host_is_there_beside_the_process(run: Run, config: str) -> None:
+def test_what_a_plan_moves_to_the_host_is_there_beside_the_process(run: Run, deep_config: str) -> None:
     """GIVEN optimizer state in host memory THEN it is there once it is made, and a second time while it is saved."""
-    common = ("plan", config, "--device", "h100-80gb", "--seq", "2048", "--optimizer", "adamw", "--host", "64GiB")
+    common = ("plan", deep_config, "--device", "h100-80gb", "--seq", "2048", "--optimizer", "adamw", "--host", "64GiB")
     (_, ample), (_, tight) = (run(*common, "--budget", budget) for budget in ("20GiB", "2.8GiB"))
     moved = tight["moved_bytes_per_step"]
     assert ample["moved_bytes_per_step"] == 0 < moved
@@ -155,12 +155,12 @@ def test_moments_in_8_bits_are_refused_for_another_optimizer(
 
 @pytest.mark.slow
 @pytest.mark.requires("transformers")
-def test_a_plan_for_a_device_has_the_phases_of_its_estimate(run: Run, config: str) -> None:
+def test_a_plan_for_a_device_has_the_phases_of_its_estimate(run: Run, deep_config: str) -> None:
     """Where nothing is to be done both say the same of each; under a plan the steps need less, and resuming does not.
 
     The plan takes its first step to be the steady one in which the optimizer's state appears.
     """
-    common = (config, "--device", "h100-80gb", "--batch", "4", "--seq", "512")
+    common = (deep_config, "--device", "h100-80gb", "--batch", "4", "--seq", "512")
     _, plain = run("estimate", *common)
     _, ample = run("plan", *common, "--budget", "70GiB")
     names = ("build", "first_step", "steady_step", "eval", "save", "resume")
@@ -211,9 +211,9 @@ def test_an_evaluation_that_needs_more_than_the_budget_is_what_does_not_fit(
 
 @pytest.mark.slow
 @pytest.mark.requires("transformers")
-def test_an_evaluation_may_have_the_allocator_give_back_what_steps_left_cached(run: Run, config: str) -> None:
+def test_an_evaluation_may_have_the_allocator_give_back_what_steps_left_cached(run: Run, deep_config: str) -> None:
     """GIVEN steps that leave pieces too small for it THEN it fits where those are given back, as the plan says."""
-    common = ("plan", config, "--device", "h100-80gb", "--batch", "4", "--seq", "512", "--eval-batch", "32")
+    common = ("plan", deep_config, "--device", "h100-80gb", "--batch", "4", "--seq", "512", "--eval-batch", "32")
     _, ample = run(*common, "--budget", "70GiB")
     assert ample["phases"]["eval"]["reserved_bytes"] > 1.5 * ample["phases"]["eval"]["allocated_bytes"]
     assert not any("give back" in line for line in ample["binding"])

@@ -1,5 +1,6 @@
 """One of two ranks is killed within a step: as many go on bit-equal, from the last step that both have."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,19 @@ def trained(folder: Path, *options: str, resumes: bool = False) -> bool:
     return any(statuses)
 
 
+def first_step(drawn: Path) -> int:
+    """Returns the step that the last run which drew samples began with."""
+    steps = [json.loads(line)[0] for line in drawn.read_text().splitlines()]
+    return next(step for step, before in reversed(list(zip(steps[1:], steps, strict=False))) if step <= before)
+
+
 @pytest.mark.parametrize("divided", [(), ("--fsdp2",)], ids=["ddp", "fsdp2"])
 def test_a_rank_is_killed_in_a_step(tmp_path: Path, divided: tuple[str, ...]) -> None:
     assert not trained(tmp_path, *divided)
     plain = torch.load(tmp_path / "whole.pt")
     assert trained(tmp_path, *divided, "--die-in", "5", resumes=True)
     assert not trained(tmp_path, *divided, resumes=True)
+    assert first_step(tmp_path / "samples-0-of-2.jsonl") in (4, 5)
     resumed = torch.load(tmp_path / "whole.pt")
     pairs = zip(tree_leaves(plain), tree_leaves(resumed), strict=True)
     assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)

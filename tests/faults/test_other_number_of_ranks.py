@@ -2,13 +2,13 @@
 
 import itertools
 import json
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from free_ports import free_port
 from rank_runs import started_ranks, torchrun_started
 from torch.utils._pytree import tree_leaves
 
@@ -94,11 +94,8 @@ def test_fewer_ranks_go_on(tmp_path: Path, divided: str) -> None:
 @pytest.mark.parametrize("divided", ["--fsdp2", ""], ids=["fsdp2", "ddp"])
 def test_a_node_is_lost(tmp_path: Path, divided: str) -> None:
     """GIVEN two launchers with two ranks each WHEN one dies with its ranks THEN the other's two train on to the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = ("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d")
-    shared += ("--rdzv-id", "elastic", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    shared += ("--rdzv-id", "elastic", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     options = command(tmp_path, "--die-in", "4", "--with-node", *((divided,) if divided else ()))
     nodes: list[subprocess.Popen[str]] = []
     try:

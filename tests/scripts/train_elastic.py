@@ -34,7 +34,7 @@ rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
 torch.manual_seed(7)
 samples = torch.randn(SAMPLES, 30)
 order = torch.randperm(SAMPLES)
-blocks = (nn.Sequential(nn.Linear(30, 70), nn.ReLU(), nn.Linear(70, 30)) for _ in range(3))
+blocks = (nn.Sequential(nn.Linear(30, 70), nn.ReLU(), nn.Dropout(0.1), nn.Linear(70, 30)) for _ in range(3))
 model = nn.Sequential(*blocks, nn.BatchNorm1d(30, affine=False), nn.Linear(30, 5, bias=False))
 if asked.fsdp2:
     for block in model[:3]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from plans import a_plan
-from torch import Tensor, nn
+from torch import nn
 
 import memwall
 from memwall.errors import OutOfMemoryError
@@ -29,15 +29,14 @@ def test_the_budget_of_a_device_does_not_steer_the_heap_of_cpu_tensors() -> None
     assert session.measured.num_steps == 2
 
 
-def trained_on(model: nn.Module, **options: Any) -> Tensor:
-    """Returns the weights after three steps."""
+def train(model: nn.Module, **options: Any) -> None:
+    """Takes three steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with memwall.fit(model, optimizer, **options):
         for step in range(3):
             model(torch.full((4, 1024), 0.1 * step, device="cuda")).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()])
 
 
 def wide() -> nn.Module:
@@ -52,7 +51,7 @@ SMALL = pytest.mark.phantom(card="a100-80gb", numbers=False, memory_bytes=250 <<
 @SMALL
 def test_state_that_the_first_step_has_no_room_for_is_refused_with_the_way_out() -> None:
     with pytest.raises(OutOfMemoryError, match=r"optimizer step of step 1.*`memwall plan SPEC .*`memwall run --plan`"):
-        trained_on(wide(), budget="240MiB")
+        train(wide(), budget="240MiB")
 
 
 @SMALL
@@ -60,6 +59,5 @@ def test_the_way_out_trains_where_there_is_room_for_weights_and_gradients_alone(
     model = wide()
     away = OptimizerPlacement(tier="host", resident_bytes=0, bucket_bytes=8 << 20, min_bytes=1 << 10)
     given = a_plan(away, device="cuda", model_fingerprint=fingerprint([model]), process_bytes=240 << 20)
-    weights = trained_on(model, plan=given)
-    assert torch.isfinite(weights).all()
+    train(model, plan=given)
     assert torch.cuda.max_memory_allocated() < 210 << 20
