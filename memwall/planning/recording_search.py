@@ -146,15 +146,22 @@ class RecordingSearch:
 
     def as_plan(self, found: Candidate) -> Plan:
         """Returns the plan file's record of a candidate, and what would leave room for the margin if it has none."""
+        smallest_bytes, budget_bytes, first = (
+            self.smallest_bytes(),
+            self.settings.budget_bytes,
+            self.settings.first_step,
+        )
+        if self.has_margin and (first is None or first.needed_bytes <= budget_bytes):
+            smallest_bytes = min(smallest_bytes, budget_bytes)  # this run is the proof
         made = plan_of(
             found,
             self.trace,
             self.steady,
             self.steady if self._plain is None else self._plain.steady,
             self._process,
-            budget_bytes=self.settings.budget_bytes,
+            budget_bytes=budget_bytes,
             fits=self.has_margin,
-            smallest_budget_bytes=self.smallest_bytes(),
+            smallest_budget_bytes=smallest_bytes,
         )
         if isinstance(self._process, DeviceModel):
             made = with_device_phases(made, self.trace, self._process)
@@ -176,8 +183,11 @@ class RecordingSearch:
             smallest_bytes = self._least_plan_bytes
             first = self.settings.first_step
             if first is not None:
+                # The next run's step is recorded anew: what is foreseen from it may differ by a margin.
                 smallest_bytes = first.least_budget_bytes(
-                    smallest_bytes, asked_bytes=self.settings.budget_bytes, budget_for=self._process.budget_for
+                    self._process.budget_for(smallest_bytes),
+                    asked_bytes=self.settings.budget_bytes,
+                    budget_for=self._process.budget_for,
                 )
             self._smallest_bytes = smallest_bytes
         return self._smallest_bytes

@@ -14,10 +14,10 @@ from msgspec import Struct
 
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.cuda_allocator.step_peaks import allocated_peak_bytes
-from memwall.predict.curve import live_peak_bytes
+from memwall.predict.curve import live_curve, live_peak_bytes
 from memwall.predict.malloc.malloc_calls import events_of
 from memwall.predict.malloc.malloc_policies import RESTORED, MallocPolicy, policy_named, replay, unavailable_reason
-from memwall.predict.malloc.tensor_heap import heap_unavailable_reason, replay_in_heap
+from memwall.predict.malloc.tensor_heap import MIN_TENSOR_BYTES, heap_unavailable_reason, replay_in_heap
 from memwall.predict.state_on_disk import before_optimizer
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
@@ -212,6 +212,7 @@ def calibrated(
     min_bytes: int,
     away_min_bytes: int | None = None,
     peak_before_optimizer_bytes: int = 0,
+    outside_bytes: int | None = None,
     kept_bytes: int | None = None,
     read_ahead_bytes: int = 0,
     allocated_bytes: int | None = None,
@@ -226,6 +227,9 @@ def calibrated(
         min_bytes: from which size on saved tensors were moved.
         away_min_bytes: from which size on the optimizer's state was on disk, outside the optimizer; None if none was.
         peak_before_optimizer_bytes: where state was on disk, what the process held at most before the optimizer ran.
+        outside_bytes: the most that the process held outside the tensor heap and has given back since, staging memory
+            included; None where that is not known. Then it is what the forecast of the heap leaves of the peak:
+            tensors that were read ahead of their use, say, which are no workspace.
         kept_bytes: free pages that the tensor heap held at the peak, which depend on the budget and are no workspace;
             None where that is not known, and is forecast.
         read_ahead_bytes: of a device, what of moved tensors may come back ahead of its use.
@@ -234,6 +238,9 @@ def calibrated(
         as_run: what else differs between the step that the trace describes and the one that ran.
     """
     step = trace.steps[0]
+    if outside_bytes is not None:
+        beyond = outside_bytes - window_bytes - _passing_small_bytes(step)
+        return msgspec.structs.replace(trace, base_bytes=base_bytes, workspace_bytes=max(0, beyond))
     peak_bytes = step.process_peak_bytes if away_min_bytes is None else peak_before_optimizer_bytes
     tensor_bytes = parked_bytes(
         trace,
@@ -273,3 +280,10 @@ def parked_bytes(
     if trace.device == "cuda":
         return allocated_peak_bytes(parked)
     return live_peak_bytes(parked, trace.device)
+
+
+def _passing_small_bytes(step: Step) -> int:
+    """Returns the most that tensors too small for the heap hold at once, of those that are there in the step alone."""
+    num_ops = len(step.ops)
+    passing = [s for s in step.storages if s.nbytes < MIN_TENSOR_BYTES and (s.birth >= 0 or s.death < num_ops)]
+    return int(live_curve(passing, num_ops, device="cpu").max()) if passing else 0

@@ -287,6 +287,7 @@ class LivePlan:
         """Has the step that follows recorded again, and planned from."""
         self.in_effect.take_back()
         self.trace = self.plan = None
+        self.in_effect.allocator.trim()  # models and plans that are gone are no part of what the step begins with
         # What the step was recorded with has been taken back with the plan's own actions.
         self.settings = msgspec.structs.replace(self.settings, standing=())
         self._measured.forget_steps()

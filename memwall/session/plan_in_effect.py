@@ -57,6 +57,7 @@ class PlanInEffect:
         micro: divides batches, where the loop hands them over.
         device_budget: holds torch's allocator to the budget on CUDA.
         applied: the plan's actions; None while there is no plan.
+        num_changes: how often a plan was applied or taken back.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class PlanInEffect:
         """Whether the loop takes its micro-batches from the session."""
         self.device_budget = DeviceBudget()
         self.applied: AppliedPlan | None = None
+        self.num_changes = 0
         self._bucket_hooks: tuple[RemovableHandle, ...] = ()
         self._room_bytes = 0
         self._is_room_cheap = False
@@ -163,9 +165,11 @@ class PlanInEffect:
         applied.apply()
         self.count_state(is_recorded=True)
         self.applied = applied
+        self.num_changes += 1
         with without_subclass_functions():  # what is on disk is shown by memwall itself
             parameters = [p for p in self._borders.attached_model.parameters() if p.device.type == "cpu"]
-            self._room_bytes = _NUM_COPIES * sum(local_part(p).nbytes for p in parameters if not is_streamed(p))
+            # One that is on disk is shown in memory to whoever reads it.
+            self._room_bytes = sum(local_part(p).nbytes * (_NUM_COPIES + is_streamed(p)) for p in parameters)
         seconds = plan.forecast.step_seconds
         fault_seconds = 0.0 if trace is None else self._room_bytes * trace.machine.heap_fault_seconds_per_byte
         self._is_room_cheap = trace is not None and bool(seconds) and fault_seconds <= _CHEAP_SHARE * (seconds or 0.0)
@@ -210,6 +214,7 @@ class PlanInEffect:
         if self.applied is not None:
             self._measured.count_moved(*self.applied.moved_bytes)
             applied, self.applied = self.applied, None
+            self.num_changes += 1
             applied.undo(keeps_state=keeps_state)
         if not keeps_state:
             self.parameters.bring_back()

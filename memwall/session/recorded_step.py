@@ -129,6 +129,7 @@ class RecordedStep:
         """Moves what has no room; to be called before each optimizer's step, with those that are known by then."""
         if not self._peak_before_optimizer_bytes:
             self._peak_before_optimizer_bytes = meter_of(self._model).peak_bytes()
+            self._allocator.look_outside()
         self._spill(optimizers)
         if self._parameters.away_bytes and not self._keeper.is_away:
             # Nothing else steps a few of them at a time.
@@ -147,12 +148,17 @@ class RecordedStep:
         assert self._parked is not None
         assert self._builder is not None
         builder, allocator = self._builder, meter_of(self._model).allocator_peak()
+        if not self._keeper.is_away:  # what takes state to disk passes outside the heap as well, and is no workspace
+            self._allocator.look_outside()
         with self._keeper.shown():
             step = builder.finish_step(optimizers)
         window_bytes, min_bytes = self._parked.engine.staging_bytes, self._parked.min_bytes
         self.stop()
         kept_bytes = self._allocator.kept_bytes()
         self._allocator.trim()
+        is_streamed = self._parameters.away_bytes > 0
+        # Parameters that came from disk for their module lay outside the heap, too.
+        outside_bytes = None if is_streamed else self._allocator.passing_outside_bytes()
         precisions = (technique_of(action).precision(action) for action in self._settings.standing)
         precision = next((one for one in precisions if one is not None), None)
         trace = builder.trace(optimizers, machine=self._machine, autocast=precision or "none")
@@ -160,7 +166,7 @@ class RecordedStep:
             trace = with_library_workspaces(trace, self._device)
         with without_subclass_functions():
             present_bytes = standing_bytes(self._model, optimizers, trace) - self._parameters.absent_bytes
-        modules, is_streamed = trace.modules, self._parameters.away_bytes > 0
+        modules = trace.modules
         away_min_bytes = MIN_STATE_BYTES if self._keeper.is_away else None
         trace = calibrated(
             trace,
@@ -169,6 +175,7 @@ class RecordedStep:
             min_bytes=min_bytes,
             away_min_bytes=away_min_bytes,
             peak_before_optimizer_bytes=self._peak_before_optimizer_bytes,
+            outside_bytes=outside_bytes,
             kept_bytes=kept_bytes,
             read_ahead_bytes=WINDOW_BYTES if self._device.type == "cuda" else 0,
             allocated_bytes=None if allocator is None else allocator.allocated_bytes,
@@ -288,9 +295,11 @@ class _UnderLimit:
         self._parking, self._allocator = parking, allocator
 
     def pack(self, tensor: Tensor, /) -> object:
+        self._allocator.look_outside()
         self._allocator.hold_limit()
         return self._parking.pack(tensor)
 
     def unpack(self, saved: Any, /) -> Tensor:
+        self._allocator.look_outside()
         self._allocator.hold_limit()
         return self._parking.unpack(saved)

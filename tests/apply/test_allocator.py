@@ -199,3 +199,41 @@ print(handler.kept_bytes() // MIB)
 handler.apply("tensor-heap", {limit_mib} * MIB)
 print(handler.kept_bytes())
 """) == ["None", kept, "None"]
+
+
+@needs_heap
+def test_memory_outside_the_heap_is_seen_while_it_is_held_and_after(output_of: OutputOf) -> None:
+    """GIVEN memory that is taken and given back beside tensors THEN it counts, and what is held on does not."""
+    assert output_of("""
+import mmap
+from memwall.machine.meter import reset_process_peak
+def touched(mib):
+    memory = mmap.mmap(-1, mib * MIB)
+    for page in range(0, mib * MIB, 4096):
+        memory[page] = 1
+    return memory
+print(handler.passing_outside_bytes())
+handler.apply("tensor-heap", 1 << 40)
+first = tensor(64)
+held, passing = touched(16), touched(32)
+handler.look_outside()
+passing.close()
+print(round(handler.passing_outside_bytes() / MIB))
+handler.apply("tensor-heap", 1 << 40)
+reset_process_peak()
+touched(48).close()
+handler.look_outside()
+print(round(handler.passing_outside_bytes() / MIB))
+""") == ["None", "32", "48"]
+
+
+@needs_heap
+def test_cycles_that_hold_tensors_are_collected_before_their_pages_are_returned(output_of: OutputOf) -> None:
+    assert output_of("""
+handler.apply("tensor-heap", 1 << 40)
+cycle = [tensor(32)]
+cycle.append(cycle)
+del cycle
+handler.trim()
+print(handler._heap.figures().resident_bytes // MIB)
+""") == ["0"]

@@ -95,6 +95,14 @@ def test_free_pages_that_a_large_budget_had_room_for_are_no_workspace(trace: Tra
     assert workspace_of(200 * MIB + kept_bytes, kept_bytes) == workspace_of(200 * MIB, 0) > 0
 
 
+def test_workspace_is_what_was_seen_outside_the_heap(trace: Trace) -> None:
+    """GIVEN a peak with tensors that were read ahead WHEN what lies outside the heap was seen THEN they are none."""
+    first = msgspec.structs.replace(trace.steps[0], process_peak_bytes=300 * MIB)
+    parked = msgspec.structs.replace(trace, is_parked=True, steps=(first,))
+    found = calibrated(parked, base_bytes=100 * MIB, window_bytes=32 * MIB, min_bytes=64 << 10, outside_bytes=37 * MIB)
+    assert 4 * MIB < found.workspace_bytes <= 5 * MIB  # less what small tensors hold, which the forecast adds
+
+
 @pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_unavailable_reason())
 def test_the_recorded_step_leaves_the_heap_less_as_the_process_grows_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN a step before any plan THEN the limit is looked at in forward and backward, and never after its end."""

@@ -10,6 +10,7 @@ from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.predict.first_step import FirstStep
+from memwall.predict.process import ProcessModel
 from memwall.report.plan_grids import fit_of, forecast_phase_grid
 from memwall.report.text import plan_verdict
 from memwall.trace.records import Trace
@@ -46,9 +47,16 @@ class TestSmallestBudget:
         assert error.smallest_feasible_bytes >= needed_bytes + 16 * MIB
         assert "what the script does outside its training steps, evaluation say, is not in that" in str(error)
 
-    def test_one_that_needs_less_changes_nothing(self, trace: Trace, smallest_bytes: Callable[..., int]) -> None:
+    def test_of_one_that_needs_less_the_next_forecast_may_differ_by_a_margin(
+        self, trace: Trace, smallest_bytes: Callable[..., int]
+    ) -> None:
         first = FirstStep(needed_bytes=100 * MIB, in_memory_bytes=0, stays_from_bytes=0)
-        assert refusal(trace, first, 100 * MIB).smallest_feasible_bytes == smallest_bytes(trace)
+        told_bytes = refusal(trace, first, 100 * MIB).smallest_feasible_bytes
+        assert told_bytes == ProcessModel(trace).budget_for(smallest_bytes(trace))
+        again = msgspec.structs.replace(trace, base_bytes=trace.base_bytes + 15 * MIB)
+        made = make_plan(again, Settings(budget_bytes=told_bytes, first_step=first))
+        assert made.forecast.fits
+        assert made.forecast.smallest_feasible_budget_bytes == told_bytes
 
     def test_with_that_budget_parameters_may_stay_in_memory_though_here_they_left(
         self, trace: Trace, smallest_bytes: Callable[..., int]
@@ -57,7 +65,7 @@ class TestSmallestBudget:
         first = FirstStep(needed_bytes=100 * MIB, in_memory_bytes=least + 30 * MIB, stays_from_bytes=least)
         assert refusal(trace, first, 100 * MIB).smallest_feasible_bytes > least + 30 * MIB
         leaves = msgspec.structs.replace(first, stays_from_bytes=least + 100 * MIB)
-        assert refusal(trace, leaves, 100 * MIB).smallest_feasible_bytes == least
+        assert refusal(trace, leaves, 100 * MIB).smallest_feasible_bytes == ProcessModel(trace).budget_for(least)
 
     def test_a_budget_that_the_first_step_kept_to_needs_no_margin_for_it(
         self, trace: Trace, smallest_bytes: Callable[..., int]

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from memwall.errors import ApplyError
-from memwall.machine.meter import process_bytes, return_free_memory
+from memwall.machine.meter import process_bytes, process_peak_bytes, return_free_memory
 from memwall.patches import Patches
 from memwall.predict.malloc.malloc_policies import RESTORED, policy_named, settings_of, unavailable_reason
 from memwall.predict.malloc.tensor_heap import (
@@ -71,6 +71,7 @@ class AllocatorHandler:
         """Names what is in force; None for torch's and malloc's own."""
         self._heap: TensorHeap | None = None
         self._limit_bytes = self._outside_bytes = self._others_bytes = self._peak_before_bytes = 0
+        self._most_outside_bytes = 0
         self._patches = Patches("has CPU tensors allocated in another way")
 
     def apply(self, policy: str, limit_bytes: int = 0, outside_bytes: int = 0) -> None:
@@ -91,7 +92,7 @@ class AllocatorHandler:
                 self._patches.add("native function", f"malloc's in {TORCH_LIBRARY.decode()}", _release_heap)
             self._limit_bytes, self._outside_bytes = limit_bytes, outside_bytes
             self._others_bytes = self._present_others_bytes()
-            self._peak_before_bytes = self._heap.figures().peak_resident_bytes
+            self._peak_before_bytes, self._most_outside_bytes = self._heap.figures().peak_resident_bytes, 0
             self.hold_limit()
         else:
             self.undo()
@@ -142,6 +143,24 @@ class AllocatorHandler:
         is_new = figures.peak_resident_bytes > self._peak_before_bytes
         return max(0, figures.peak_resident_bytes - figures.peak_live_bytes) if is_new else None
 
+    def look_outside(self) -> None:
+        """Notes what the process holds outside the heap, now and when it held most: a step is looked at many times.
+
+        What an operator's library took and gave back since the last look shows in the process's peak alone. The heap
+        had at most its own peak of that.
+        """
+        if self._heap is not None:
+            now_bytes, peak_bytes, figures = process_bytes(), process_peak_bytes(), self._heap.figures()
+            seen_bytes = max(now_bytes - figures.resident_bytes, peak_bytes - figures.peak_resident_bytes)
+            self._most_outside_bytes = max(self._most_outside_bytes, seen_bytes)
+
+    def passing_outside_bytes(self) -> int | None:
+        """Returns the most that was seen outside the heap since its limit was set, without what is held there now.
+
+        None where there is no heap.
+        """
+        return None if self._heap is None else max(0, self._most_outside_bytes - self._present_others_bytes())
+
     def _most_others_bytes(self) -> int:
         # What a step will need outside may be resident already: scratch that a library keeps.
         return max(self._present_others_bytes(), self._others_bytes + self._outside_bytes)
@@ -172,9 +191,9 @@ class AllocatorHandler:
         Args:
             generation: see `return_free_memory`.
         """
-        if self._heap is not None:
-            self._heap.trim()
         return_free_memory(generation=generation)
+        if self._heap is not None:  # last: cycles that were collected may have held tensors
+            self._heap.trim()
 
     def make_room(self, *, is_first: bool) -> None:
         """Returns free memory between steps, before something runs that is no step and may need memory elsewhere.
