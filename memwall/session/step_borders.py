@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.apply.memory.exhaustion import Phase
 from memwall.patches import Patches
+from memwall.session.longer_batch import Shape, input_shape
 from memwall.session.turns import Turns
 from memwall.torch_internals.autograd import current_node, execution_is_transformed
 from memwall.trace.attached import attach_hook
@@ -74,6 +75,8 @@ class StepBorders:
         """Tells, while a step is recorded, whether the loop itself has changed parameters after a backward."""
         self.called: nn.Module | None = None
         """The model that was called last with gradients on."""
+        self.input_shape: Shape = ()
+        """That of the forward that is about to be called, or was called last."""
         self._turns = Turns(())
         self._has_stepped = False
         self._num_forwards = self._forwards_by_hand = 0
@@ -227,6 +230,7 @@ class StepBorders:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if current_node() is None:
+            self.input_shape = input_shape(args, kwargs)
             self.enter_forward(module)
 
     def _before_saving(self, *_: Any) -> None:

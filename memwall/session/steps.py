@@ -10,6 +10,7 @@ from torch import nn
 from memwall.apply.offload.parking import close_unneeded
 from memwall.errors import MemwallError, NoEffectError, RankError
 from memwall.session.live_plan import LivePlan
+from memwall.session.longer_batch import is_too_large
 from memwall.session.measurements import Measurements, trained_parameters
 from memwall.session.ranks.shared_plan import tell_of_failure
 from memwall.session.recovery import Recovery
@@ -18,11 +19,13 @@ from memwall.session.refusals import check_not_captured
 from memwall.session.stages import Stages
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_clock import StepClock
+from memwall.session.turns import FirstTurns
 from memwall.session.watch.budget_watch import BudgetWatch, place_of
 from memwall.session.watch.growth import GrowthWatch
 from memwall.session.watch.room import RoomBetweenSteps
 from memwall.session.watch.step_metrics import StepLog
 from memwall.torch_internals.compiler import is_compiled
+from memwall.trace.together import models_of
 
 __all__ = ["State", "Steps"]
 
@@ -64,7 +67,7 @@ class Steps:
         )
         self._num_planned_for = 0
         """Optimizers that had stepped when the plan was made."""
-        self._stages = Stages()
+        self._stages, self._first_turns = Stages(), FirstTurns()
         self._is_outgrown = False
         """Whether the loop trains other models than the trace and the plan are of."""
         self._num_checked = 0
@@ -123,6 +126,10 @@ class Steps:
         self._end_recording()
         if self.state != "recorded":
             return
+        if self._awaits_turns():
+            self.live.forget_plan()
+            self.state = "waiting"
+            return
         try:
             is_made = self.live.make()
         except MemwallError as error:
@@ -139,11 +146,11 @@ class Steps:
         """
         if self.borders.in_step or self.failure is not None:
             return
-        applied = self.live.in_effect.applied
+        num_changes = self.live.in_effect.num_changes
         self.end_step()
         if self.state == "running" and self.live.ranks is None:
             self._plan_again()
-        if self.live.in_effect.applied is not applied:
+        if self.live.in_effect.num_changes != num_changes:
             self._clock.forget()
             self._room.restart()
 
@@ -218,13 +225,13 @@ class Steps:
         """Makes and applies the plan for this step, if it is not the first one, and measures from there on."""
         close_unneeded()
         self._room.before_step()
-        applied = self.live.in_effect.applied
+        num_changes = self.live.in_effect.num_changes
         device = next((p.device for p in self.borders.attached_model.parameters()), torch.device("cpu"))
         try:
             check_not_captured(device)
             self.live.in_effect.end_showing()
             self.end_step()
-            if self._is_outgrown or (self.state == "running" and (self._has_newcomer or self._is_new_stage())):
+            if self._is_outgrown or (self.state == "running" and self._is_another_step()):
                 self._is_outgrown = False
                 self.live.stop_recording()
                 self.live.forget_plan()
@@ -240,7 +247,7 @@ class Steps:
         if self.state == "running":
             self.recovery.begin_step()
             self._growth.begin_step()
-        if self.live.in_effect.applied is not applied:
+        if self.live.in_effect.num_changes != num_changes:
             self._clock.forget()
             self._room.restart()
             self._is_applied_inside = self.borders.in_optimizer  # too late for an optimizer that steps already
@@ -310,10 +317,38 @@ class Steps:
             self.live.stop_recording()
             self.state = "waiting"
 
+    def _awaits_turns(self) -> bool:
+        """Tells whether a plan would be of some of the models alone, as of a critic before its generator's turn."""
+        if self.live.plans_alone or self.live.ranks is not None:
+            return False
+        is_whole = self._first_turns.are_whole(models_of(self.borders.attached_model), self.borders.stepped)
+        if not is_whole:
+            self.borders.await_all()
+        return not is_whole
+
     @property
     def _has_newcomer(self) -> bool:
         """Tells whether an optimizer has stepped whose state is in no forecast: its first step followed the plan."""
         return not self.live.is_given and len(self.borders.stepped) > self._num_planned_for
+
+    def _is_another_step(self) -> bool:
+        """Tells whether the step that begins is to be recorded: the plan was made from another one."""
+        return self._has_newcomer or self._is_new_stage() or self._is_longer()
+
+    def _is_longer(self) -> bool:
+        """Tells whether the batch is larger than the recorded one, and the plan has no room for that.
+
+        Ranks get batches of their own, and record together or not at all. A loop that hands its batches over has a step
+        done again that ran out of memory.
+        """
+        here = self.live
+        if here.is_given or here.ranks is not None or here.in_effect.is_cooperative:
+            return False
+        return (
+            here.trace is not None
+            and here.plan is not None
+            and is_too_large(self.borders.input_shape, here.trace, here.plan)
+        )
 
     def _is_new_stage(self) -> bool:
         """Tells whether the loop has frozen or unfrozen parameters since the step was recorded: another graph.

@@ -10,10 +10,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["Turns"]
+from memwall.trace.optimizers import trains
+
+__all__ = ["FirstTurns", "Turns"]
 
 _MOST_TURNS = 8
 """Steps of one optimizer after which one that has not stepped is not waited for any more."""
+
+_MOST_PARTIAL_STEPS = 5
+"""Recorded steps in which not all models have their turns: a Wasserstein GAN's critic has so many of its own."""
 
 
 class Turns:
@@ -82,3 +87,27 @@ class Turns:
         A model that is trained after another one calls itself alone: that other one has had its last turn.
         """
         self._awaited |= self._joined & self._stepped
+
+
+class FirstTurns:
+    """Tells of recorded steps whether one was whole: a plan of some of the models holds for the others' turns not."""
+
+    def __init__(self) -> None:
+        self._num_partial = 0
+
+    def are_whole(self, models: Sequence[nn.Module], stepped: Sequence[torch.optim.Optimizer]) -> bool:
+        """Returns whether a plan is to be made from the step that was recorded last.
+
+        The one in which the last model joins began with another one's turn, and only the next is whole.
+
+        Args:
+            models: those that are trained together.
+            stepped: the optimizers that have stepped so far.
+        """
+        is_partial = not all(any(trains(one, model) for one in stepped) for model in models)
+        is_first = self._num_partial == 0
+        self._num_partial = self._num_partial + 1 if is_partial else 0
+        if self._num_partial == _MOST_PARTIAL_STEPS:
+            self._num_partial = 0
+            return True
+        return is_first and not is_partial

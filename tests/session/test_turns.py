@@ -10,6 +10,7 @@ from torch import nn
 
 import memwall
 from memwall.session.step_borders import StepBorders
+from memwall.session.turns import FirstTurns
 from memwall.trace.together import TrainedTogether
 
 
@@ -92,6 +93,22 @@ def test_one_that_is_stepped_once_for_several_of_the_other_is_waited_for_once_it
 
 def test_one_that_is_called_and_never_stepped_is_not_waited_for_for_ever(loop: Loop) -> None:
     assert loop.run("abA" * 12).startswith("aaa")
+
+
+@pytest.mark.parametrize(
+    ("stepped", "whole"),
+    [
+        ("ab", [True]),  # the first step had both
+        ("a,a,ab,ab", [False, False, False, True]),  # the one that b joins began with a's turn
+        ("a,a,a,a,a,a", [False, False, False, False, True, False]),  # b may never come
+    ],
+)
+def test_a_plan_is_made_from_a_step_in_which_every_model_has_its_turn(stepped: str, whole: list[bool]) -> None:
+    loop, turns = Loop(), FirstTurns()
+    loop.borders.detach()
+    models = list(loop.models.values())
+    steps = [[loop.optimizers[name] for name in names] for names in stepped.split(",")]
+    assert [turns.are_whole(models, step) for step in steps] == whole
 
 
 def test_micro_batches_of_both_belong_to_one_step(loop: Loop) -> None:

@@ -1,0 +1,38 @@
+"""Tells before a step whether its batch is too large for a plan that was made from a smaller one's step."""
+
+import math
+from typing import Any
+
+from memwall.apply.microbatch import tensors_in
+from memwall.planning.planfile import Plan
+from memwall.trace.records import Trace
+
+__all__ = ["Shape", "input_shape", "is_too_large"]
+
+Shape = tuple[int, ...]
+"""Says how large a batch is: the shape of the first tensor that a model is called with; () where there is none."""
+
+
+def input_shape(args: Any, kwargs: Any) -> Shape:
+    """Returns the shape of the first tensor in a model's arguments that has any, as a recorded step has it."""
+    tensors = (tensor for value in (args, kwargs) for tensor in tensors_in(value))
+    return next((tuple(tensor.shape) for tensor in tensors if tensor.dim() > 0), ())
+
+
+def is_too_large(shape: Shape, trace: Trace, plan: Plan) -> bool:
+    """Returns whether a step with such a batch may pass the budget of a plan for the recorded one.
+
+    What a step holds grows with the samples, and with their length squared where each position looks at all others.
+    A device's allocator is held to the budget, and tells when that is not enough.
+    """
+    recorded, budget_bytes = trace.input_shape, plan.forecast.budget_bytes
+    if trace.device != "cpu" or not budget_bytes or not recorded or len(shape) != len(recorded) or 0 in recorded:
+        return False
+    lengths = math.prod(shape[1:]) / math.prod(recorded[1:])
+    growth = shape[0] / recorded[0] * max(lengths, lengths**2)
+    held_bytes = plan.forecast.steady_process_bytes
+    passing_bytes = max(0, held_bytes - trace.base_bytes)
+    if growth <= 1.0 or held_bytes + (growth - 1.0) * passing_bytes <= budget_bytes:
+        return False  # as nearly always, and quickly found
+    standing_bytes = sum(s.nbytes for s in trace.steps[0].storages if s.category in ("parameter", "buffer"))
+    return held_bytes + (growth - 1.0) * max(0, passing_bytes - standing_bytes) > budget_bytes

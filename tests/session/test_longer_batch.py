@@ -1,0 +1,73 @@
+"""A batch that is larger than the recorded one, and has no room under its plan, is recorded before its forward."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import memwall
+from memwall.machine.meter import process_bytes, return_free_memory
+from memwall.session.longer_batch import Shape, input_shape, is_too_large
+
+MIB = 1 << 20
+
+
+def too_large(shape: Shape, *, held: int = 200, budget: int | None = 250, recorded: Shape = (8, 64)) -> bool:
+    """Tells so of a plan that holds so many MiB, of which the process has 100 before the step, and the model 20."""
+    standing = SimpleNamespace(nbytes=20 * MIB, category="parameter")
+    trace = SimpleNamespace(
+        device="cpu", input_shape=recorded, base_bytes=100 * MIB, steps=(SimpleNamespace(storages=(standing,)),)
+    )
+    budget_bytes = None if budget is None else budget * MIB
+    forecast = SimpleNamespace(budget_bytes=budget_bytes, steady_process_bytes=held * MIB)
+    return is_too_large(shape, cast(Any, trace), cast(Any, SimpleNamespace(forecast=forecast)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((8, 64), False),
+        ((4, 256), True),  # what attention holds grows with the square
+        ((12, 64), False),  # 80 MiB become 120
+        ((14, 64), True),
+        ((8, 80), False),
+        ((8, 96), True),
+        ((8, 3, 64), False),  # not to be compared
+        ((), False),
+    ],
+)
+def test_growth_is_foreseen_from_the_first_tensors_shape(shape: Shape, expected: bool) -> None:
+    assert too_large(shape) == expected
+
+
+def test_without_a_budget_or_a_recorded_shape_nothing_is_too_large() -> None:
+    assert not too_large((80, 64), budget=None)
+    assert not too_large((80, 64), recorded=())
+
+
+def test_the_first_tensor_with_dimensions_is_the_input() -> None:
+    assert input_shape((torch.tensor(1),), {"ids": {"a": torch.ones(2, 3)}}) == (2, 3)
+    assert input_shape((1, "a"), {}) == ()
+
+
+@pytest.mark.slow
+def test_a_longer_batch_is_recorded_before_its_forward_where_the_plan_has_no_room() -> None:
+    """GIVEN a budget with room for the recorded batch WHEN a larger one comes THEN it is recorded, once."""
+    layers = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return_free_memory()
+    held_bytes = process_bytes()
+    states: list[str] = []
+    with memwall.fit(model, optimizer, budget=held_bytes + 220 * MIB) as session:
+        for size in (64, 64, 2048, 64, 2048):
+            loss = model(torch.ones(size, 256)).square().mean()
+            states.append(session.state)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert states == ["recording", "running", "recording", "running", "running"]
+    assert session.trace is not None
+    assert session.trace.micro_batch == 2048
