@@ -1,6 +1,6 @@
 """Measures what memwall costs a script that fits anyway: before its first line, until its plan stands, and per step.
 
-    python benchmarks/start_up.py [--rounds N]
+    python benchmarks/start_up.py [--rounds N] [tiny] [gpt_100m] [steady] [commands]
 
 Two scripts, a tiny network and a GPT of 100 million parameters, in three arms that take turns: plain; `memwall run`,
 which leaves them alone; and `memwall run --report`, which records their first step and plans, for nothing. They print
@@ -141,42 +141,51 @@ def commands(num_rounds: int) -> dict[str, Any]:
     return {f"{name}_cpu_seconds": statistics.median(each) for name, each in seconds.items()}
 
 
+def table(record: dict[str, Any]) -> list[str]:
+    """Returns the rows of the table in docs/guarantees.md: what each arm takes more than the plain script."""
+    rows = []
+    names = {"tiny": "4,680 parameters", "gpt_100m": "100 million parameters"}
+    for name, script in ((name, script) for name, script in names.items() if name in record):
+        for arm, how in {"memwall": "left alone", "planned": "planned for nothing"}.items():
+            plain, found = record[name]["plain"], record[name][arm]
+            seconds = [
+                f"{found[f'{part}_cpu_seconds'] - plain[f'{part}_cpu_seconds']:+.2f} s"
+                for part in ("first_line", "first_step", "second_step")
+            ]
+            size = f"{(found['end_bytes'] - plain['end_bytes']) / 2**20:+.1f} MiB"
+            rows.append(f"| {script}, {how} | {' | '.join(seconds)} | {size} |")
+    return rows
+
+
+def arms_of(name: str, num_rounds: int) -> dict[str, Any]:
+    """Returns the medians of each arm of a script."""
+    script = _SCRIPT.format(model=_MODELS[name], steps=_STEPS[name], page_bytes=os.sysconf("SC_PAGE_SIZE"))
+    arms: dict[str, list[dict[str, Any]]] = {arm: [] for arm in _ARMS}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(num_rounds):
+            for arm, runs in arms.items():
+                runs.append(run(script, Path(folder), arm))
+    return {arm: {key: statistics.median(one[key] for one in runs) for key in runs[0]} for arm, runs in arms.items()}
+
+
 def main() -> None:
-    """Prints what memwall adds to each figure, and writes the medians of both arms."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measures the parts that are asked for, and writes them beside the others."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
-    record: dict[str, Any] = {
-        "tag": "cpu-measured",
-        "num_rounds": rounds,
-        "num_threads": os.environ.get("OMP_NUM_THREADS"),
-    }
-    for name, model in _MODELS.items():
-        script = _SCRIPT.format(model=model, steps=_STEPS[name], page_bytes=os.sysconf("SC_PAGE_SIZE"))
-        arms: dict[str, list[dict[str, Any]]] = {arm: [] for arm in _ARMS}
-        with tempfile.TemporaryDirectory() as folder:
-            for _ in range(rounds):
-                for arm, runs in arms.items():
-                    runs.append(run(script, Path(folder), arm))
-        medians = {
-            arm: {key: statistics.median(one[key] for one in runs) for key in runs[0]} for arm, runs in arms.items()
-        }
-        record[name] = medians
-        for arm in ("memwall", "planned"):
-            added = {key: value - medians["plain"][key] for key, value in medians[arm].items()}
-            later = added["later_step_cpu_seconds"] / medians["plain"]["later_step_cpu_seconds"]
-            print(
-                f"{name}, {arm}: before the first line {added['first_line_cpu_seconds']:+.2f} CPU s, "
-                f"{added['first_line_bytes'] / 2**20:+.1f} MiB; in the first step "
-                f"{added['first_step_cpu_seconds']:+.2f} s; in the second {added['second_step_cpu_seconds']:+.2f} s; "
-                f"in each later one {later:+.1%}; {added['end_bytes'] / 2**20:+.1f} MiB at the end",
-                flush=True,
-            )
-    record["steady"] = steady(200)
-    print(f"steady: {json.dumps(record['steady'])}", flush=True)
-    record["commands"] = commands(rounds)
-    print(f"commands: {json.dumps(record['commands'])}", flush=True)
-    OUTPUT.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    parser.add_argument("--steps", type=int, default=200, help="of each of the two models that take turns")
+    parts = (*_MODELS, "steady", "commands")
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], help="by default all of them")
+    args = parser.parse_args()
+    for part in args.parts or parts:
+        if part == "steady":
+            found = steady(args.steps)
+        else:
+            found = commands(args.rounds) if part == "commands" else arms_of(part, args.rounds)
+            found["num_rounds"] = args.rounds
+        print(f"{part}: {json.dumps(found)}", flush=True)
+        record = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
+        record |= {"tag": "cpu-measured", "num_threads": os.environ.get("OMP_NUM_THREADS"), part: found}
+        OUTPUT.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

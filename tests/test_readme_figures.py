@@ -14,6 +14,7 @@ import knob_report
 import pytest
 import ranks
 import ranks_faults
+import start_up
 
 ROOT = Path(__file__).parents[1]
 # One line for all of them: which page a figure is on is the reader's matter.
@@ -60,14 +61,22 @@ def test_the_table_of_faults_is_the_measured_one() -> None:
         assert row in PAGE
 
 
-def test_what_verification_and_a_start_cost_is_what_was_measured() -> None:
+def test_what_verification_costs_is_what_was_measured() -> None:
     proofs = result("proofs")
     gpt, conv = (proofs[name]["share_of_step_ratio"] for name in ("gpt", "conv"))
     assert f"take {gpt:.2%} of a step".replace("%", " %") in PAGE
     assert f"small GPT and {conv:.2%} of one".replace("%", " %") in PAGE
-    tiny, large = (proofs["start_up"]["first_line_cpu_seconds"][name] for name in ("tiny", "gpt_100m"))
-    assert f"takes {tiny:.1f} s of a processor more" in PAGE
-    assert f"and {large:.1f} s more with one" in PAGE
+
+
+def test_what_a_start_costs_is_what_was_measured() -> None:
+    measured = result("start_up")
+    for row in start_up.table(measured):
+        assert row in PAGE
+    assert f"adds {measured['steady']['added_to_plain_ratio']:.2%} to a step".replace("%", " %") in PAGE
+    seconds = [measured["commands"][f"{name}_cpu_seconds"] for name in ("version", "help", "help_of_run")]
+    assert "take {:.2f}, {:.2f} and {:.2f} s of a processor".format(*seconds) in PAGE
+    doctor = measured["commands"]["doctor_cpu_seconds"] - measured["commands"]["import_torch_cpu_seconds"]
+    assert f"`memwall doctor` {doctor:.2f} s more than `import torch`" in PAGE
 
 
 def test_the_table_of_knobs_is_the_measured_one(knobs: dict[str, Any]) -> None:
