@@ -20,7 +20,7 @@
 #   make fuzz FUZZ_SECONDS=60   look for files that a reader does not refuse in one clear error, by atheris (30 MB once)
 #   make site     the pages as a site, by Sphinx, which a folder of its own gets: .venv/site/html/docs/site/index.html
 #   make first-walk   as a newcomer: a new environment, the page docs/start.md, a script of one's own; three minutes
-#   make faults   harm to training runs: failing allocations, signals, disks, clocks; an hour (benchmarks/faults.py)
+#   make faults   harm to training runs: failing allocations, signals, disks, clocks; forty minutes (benchmarks/faults.py)
 #   make soak MINUTES=10   train for so long (two hours without it): memory, handles, threads and disk stay flat
 #   make reference   write docs/reference.md anew, from the code
 #   make demo     set up, then a small GPT trained plain and under half of its memory

@@ -117,6 +117,7 @@ def _write(part: str, found: dict[str, Any]) -> None:
     record: dict[str, Any] = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
     record |= {"tag": "cpu-measured", "torch": torch.__version__, part.replace("-", "_"): found}
     OUTPUT.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    record = json.loads(OUTPUT.read_text())  # in the order that the file has
     text = PAGE.read_text()
     before, after = text.split(_BEGIN)[0], text.split(_END)[1]
     PAGE.write_text("\n".join([f"{before}{_BEGIN}", "", *table(record, PARTS), "", f"{_END}{after}"]))

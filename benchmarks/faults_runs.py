@@ -13,7 +13,7 @@ import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,6 +200,7 @@ BY: dict[str, Callable[[Path, Callable[[], None]], str]] = {
 }
 
 
+@cache
 def warm_up() -> None:
     """Has processes that are forked from here on begin within milliseconds.
 
