@@ -40,7 +40,7 @@ def test_no_group_and_no_process_is_left_behind() -> None:
     assert {path.name for path in own_group()[0].iterdir()} == before
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=20)
 @pytest.mark.timeout(300)
 def test_memwall_finishes_where_the_plain_script_is_killed(tmp_path: Path) -> None:
     reference = run_reference(tmp_path, num_steps=3)

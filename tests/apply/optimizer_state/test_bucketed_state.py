@@ -37,7 +37,7 @@ def test_training_is_bitwise_equal(
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "sgd for-loop", "Adafactor", "Lion"])
-def test_twenty_steps_of_whole_training_end_with_the_same_bits(
+def test_whole_training_ends_with_the_same_bits(
     name: str, keep: Callable[..., OptimizerState], state_pool: TransferPool
 ) -> None:
     """GIVEN accumulation, clipping, a schedule and two groups, of which one has a vector that is large by itself."""
@@ -51,7 +51,7 @@ def test_twenty_steps_of_whole_training_end_with_the_same_bits(
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         if is_kept:
             keep(optimizer)
-        for step in range(20):
+        for step in range(8):
             train_step(model, optimizer, step)
             schedule.step()
         found.append((model, optimizer.state_dict()))
@@ -59,7 +59,7 @@ def test_twenty_steps_of_whole_training_end_with_the_same_bits(
             assert optimizer.state[model.offset]["variance" if name == "Adafactor" else MOMENTUM[name]].is_meta
             assert optimizer.state_dict()["param_groups"][0]["lr"] != optimizer.defaults["lr"]
     assert are_equal(*found)
-    assert state_pool.bytes_read > 18 * 12000
+    assert state_pool.bytes_read > 6 * 12000
 
 
 def test_training_with_muon_is_bitwise_equal(keep: Callable[..., OptimizerState], state_pool: TransferPool) -> None:
