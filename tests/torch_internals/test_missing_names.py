@@ -58,6 +58,7 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
         "torch.cuda.memory._snapshot": (lambda door: door.snapshot(), RAISES),
         "torch.cuda.memory._record_memory_history": (lambda door: door.record_memory_history(), RAISES),
         "torch._C._cuda_attach_out_of_memory_observer": (lambda door: door.attach_out_of_memory_observer(print), False),
+        "torch._C._cuda_clearCublasWorkspaces": (lambda door: door.clear_cublas_workspaces(), None),
     },
     autograd: {
         "torch._C._current_autograd_node": (lambda door: door.current_node(), RAISES),
