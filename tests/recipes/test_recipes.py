@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from warm_python import WarmPython, warm_python
+from warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/README.md"))
@@ -105,7 +105,7 @@ def test_the_tiny_variant_trains_the_same_weights(recipe: Path, tmp_path: Path) 
     ]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}; make test-recipes has it")
-    python = warm_python() if recipe.name in CHEAP else WarmPython("")
+    python = warm_python()
     script = str(recipe / "train.py")
     first = tiny_commands(recipe)[0]
     bare = [*first[first.index("train.py") + 1 :], *(["--plain"] if recipe.name in USES_MEMWALL else [])]
@@ -134,7 +134,7 @@ def test_a_forecast_comes_out_as_printed(recipe: Path, tmp_path: Path) -> None:
     for command in planned(recipe):
         output = tmp_path / "plan.json"
         given = [str(output) if word == "plan.json" else word for word in command[1:]]
-        done = WarmPython("").run("-m", "memwall", *given, folder=recipe, timeout_s=400)
+        done = warm_python().run("-m", "memwall", *given, folder=recipe, timeout_s=400)
         verdict = (done.stdout or done.stderr).splitlines()[0].strip()
         assert verdict in text, verdict
         if output.exists():
