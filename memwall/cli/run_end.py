@@ -72,7 +72,7 @@ def end_run_as_it_is(script: Script, status: int, *, budget_bytes: int, peak_byt
     """Says what a run held that nothing was done for, where that was not said yet, and ends the command.
 
     Args:
-        has_told: whether it was said before that the run has room, which holds up to half of the budget.
+        has_told: whether it was said before that the run has room, which holds up to a quarter of the budget.
     """
     is_over = peak_bytes > budget_bytes
     if status and not has_told:

@@ -60,4 +60,4 @@ def test_memwall_says_one_line(both: tuple[dict[str, Any], dict[str, Any], str])
     _, _, said = both
     (line,) = said.splitlines()
     assert line.startswith("memwall: fits: ")
-    assert line.endswith(" MiB held of a budget of 4.00 GiB; nothing is done, or loaded, below 2.00 GiB")
+    assert line.endswith(" MiB held of a budget of 4.00 GiB; nothing is done, or loaded, below 1.00 GiB")

@@ -63,7 +63,7 @@ def test_after_the_first_step_nothing_is_hooked_but_the_ends_of_steps(
     step(model, optimizer)
     assert not watched.is_listening
     said = capsys.readouterr().err
-    assert said == "memwall: fits: 0 B held of a budget of 1.00 GiB; nothing is done, or loaded, below 512.0 MiB\n"
+    assert said == "memwall: fits: 0 B held of a budget of 1.00 GiB; nothing is done, or loaded, below 256.0 MiB\n"
     step(model, optimizer)
     watched.room.close()
     watched.room.check(0)
@@ -127,13 +127,13 @@ def test_a_script_that_never_trains_is_told_so(watched: Watched) -> None:
     watched.room.check(1)  # its own failure is what counts
 
 
-def test_a_step_that_follows_more_than_half_of_the_budget_is_another_s(watched: Watched) -> None:
-    """GIVEN a run that was told it fits WHEN it has passed its half THEN its next whole step is handed over."""
+def test_a_step_that_follows_more_than_a_quarter_of_the_budget_is_another_s(watched: Watched) -> None:
+    """GIVEN a run that was told it fits WHEN it has passed its quarter THEN its next whole step is handed over."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     (optimizer,) = sgd(model)
     for _ in range(2):
         step(model, optimizer)
-    watched.held_bytes = BUDGET_BYTES // 2 + 1
+    watched.held_bytes = BUDGET_BYTES // 4 + 1
     ended = threading.Event()
     while not watched.room._is_passed:
         ended.wait(0.05)
@@ -144,17 +144,17 @@ def test_a_step_that_follows_more_than_half_of_the_budget_is_another_s(watched: 
     model(torch.ones(3, 4))
     model(torch.ones(3, 4))
     assert watched.taken_over == [model]
-    assert [change for change in active() if "half of its budget" in change.why] == []
+    assert [change for change in active() if "quarter of its budget" in change.why] == []
 
 
 def large_model(_: Watched) -> None:
-    model = nn.Linear(1 << 13, 1 << 12, bias=False)  # 128 MiB, six times of which are more than half of the budget
+    model = nn.Linear(1 << 13, 1 << 12, bias=False)  # 128 MiB, six times of which are more than a quarter of the budget
     model(torch.ones(1, 1 << 13))
 
 
 def building(watched: Watched) -> None:
     """Copies layers, whose parameters no module registers."""
-    watched.held_bytes = BUDGET_BYTES // 2 + 1
+    watched.held_bytes = BUDGET_BYTES // 4 + 1
     nn.TransformerEncoder(nn.TransformerEncoderLayer(256, 2, 256, batch_first=True), 16)
 
 
@@ -210,7 +210,7 @@ def gradients(model: nn.Module, parking: LateParking | None) -> list[torch.Tenso
 def test_what_is_saved_leaves_once_too_much_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int, is_moved: bool
 ) -> None:
-    """GIVEN a step WHEN the process passes its half THEN what is saved goes to disk, and gradients are the same."""
+    """GIVEN a step WHEN the process passes its quarter THEN what is saved goes to disk, and gradients are the same."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     expected = [gradient.clone() for gradient in gradients(model, None)]

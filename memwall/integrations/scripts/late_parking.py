@@ -82,4 +82,4 @@ class LateParking:
             min_bytes=MIN_MOVED_BYTES,
             holds_sources=False,
         )
-        _log.info("the first step holds more than half of its budget: what is saved from here on goes to disk")
+        _log.info("the first step holds more than a quarter of its budget: what is saved from here on goes to disk")
