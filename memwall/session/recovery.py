@@ -245,10 +245,13 @@ def _budget_after(plan: Plan, found: Exhaustion) -> int:
     """Returns the budget of a plan that would not have failed like that; 0 where there is none.
 
     What the process held, it can have. And if what is foreseen is too little, as it was for this plan, then a plan that
-    foresees less by what was asked for needs that much less.
+    foresees less by what was asked for needs that much less. The smallest budget that is told has a margin more, for
+    what another recording may differ by, without which the next run may well have a plan.
     """
-    budget_bytes = min(found.held_bytes, _foreseen_bytes(plan) - found.asked_bytes) + plan.forecast.margin_bytes
-    return budget_bytes if budget_bytes >= (plan.forecast.smallest_feasible_budget_bytes or 1) else 0
+    margin_bytes = plan.forecast.margin_bytes
+    budget_bytes = min(found.held_bytes, _foreseen_bytes(plan) - found.asked_bytes) + margin_bytes
+    least_bytes = (plan.forecast.smallest_feasible_budget_bytes or 1) - margin_bytes
+    return budget_bytes if budget_bytes >= max(least_bytes, 1) else 0
 
 
 def _foreseen_bytes(plan: Plan) -> int:
