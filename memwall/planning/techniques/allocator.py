@@ -49,11 +49,11 @@ class _Allocator(Technique[AllocatorReuse]):
     ) -> AllocatorReuse | None:
         if resident.is_default:
             return None
-        # What else grows in the process is made up for by free pages of the heap.
-        room_bytes = process_bytes + inputs.process.margin_bytes(process_bytes) // 2
+        # What else grows in the process is made up for by free pages of the heap, and the margin is for what grows
+        # between two looks at it: with half of it for free pages, one run in five passed its budget.
         return AllocatorReuse(
             policy=resident.policy,
-            limit_bytes=0 if resident.cuda_setting else min(room_bytes, inputs.settings.budget_bytes),
+            limit_bytes=0 if resident.cuda_setting else min(process_bytes, inputs.settings.budget_bytes),
             outside_bytes=resident.outside_bytes + window_bytes,
             cuda_setting=resident.cuda_setting,
             saved_bytes=resident.saved_bytes or None,
