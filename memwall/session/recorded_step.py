@@ -39,8 +39,8 @@ from memwall.trace.trace_builder import TraceBuilder
 __all__ = ["RecordedForms", "RecordedStep"]
 
 # Looked at whenever a tensor is saved or asked for, a process grows by so much between two looks, outside the heap: by
-# what an operator's library takes for itself, say. A budget that is told has that as its margin.
-_BETWEEN_LOOKS_BYTES = 16 << 20
+# what an operator's library takes for itself, say. Two margins, which a budget that is told has, are more than that.
+_BETWEEN_LOOKS_BYTES = 24 << 20
 
 _log = logging.getLogger(__name__)
 
