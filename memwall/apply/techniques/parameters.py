@@ -56,7 +56,7 @@ class ParameterEffect(Effect):
         away_bytes, absent_bytes = self._parameters.away_bytes, self._parameters.absent_bytes
         if away_bytes == 0 and self._stays and self._parameters.num_spilled > self._num_spilled:
             return ""
-        if absent_bytes > _PRESENT_SHARE * away_bytes:
+        if away_bytes and absent_bytes >= _PRESENT_SHARE * away_bytes:  # one of two blocks may wait like that
             return ""
         if away_bytes == 0:
             return "all of them are in memory: they share it with other tensors, or are used outside their modules"
