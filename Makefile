@@ -4,7 +4,8 @@
 #   make test-all   those, and all combinations and repetitions, and the tests of benchmarks
 #   make test-benchmarks   the tests of the programs in benchmarks/
 #   make mutations   bring back faults that were mended, and see that tests find each
-#   make test-recipes   the small form of each recipe, plain and under its budget; PEFT, in a folder of its own
+#   make test-recipes   the small form of each recipe, plain and under its budget; PEFT, in a folder of its own. What
+#       pages print of cards that are not here takes minutes more: pytest tests/recipes -k as_printed
 #   make test-kernels   the tests that need triton, which a folder of its own gets (Linux; 285 MB once)
 #   make test-low-bit   the tests that need torchao, which a folder of its own gets (26 MB once)
 #   make test-torch RELEASE=2.11.0   the unit tests with another release of torch, in an environment of its own (5 GB
@@ -190,7 +191,7 @@ $(TORCHAO_FOLDER)/.installed: | $(STAMP)
 
 # transformers imports PEFT wherever it finds it, so only these tests do.
 test-recipes: $(PEFT_FOLDER)/.installed
-	PYTHONPATH=$(CURDIR)/$(PEFT_FOLDER) $(PYTEST) tests/recipes
+	PYTHONPATH=$(CURDIR)/$(PEFT_FOLDER) $(PYTEST) tests/recipes -k 'not as_printed'
 
 $(PEFT_FOLDER)/.installed: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(PEFT_FOLDER) peft==$(PEFT)
