@@ -139,7 +139,7 @@ def test_a_forecast_comes_out_as_printed(recipe: Path, tmp_path: Path) -> None:
         assert verdict in text, verdict
         if output.exists():
             kept, found = (msgspec.json.decode(path.read_bytes()) for path in (recipe / "plan.json", output))
-            assert found["actions"] == kept["actions"]
+            assert found.get("actions", []) == kept.get("actions", [])  # a file leaves out what is empty
 
 
 def _benchmark() -> Any:
