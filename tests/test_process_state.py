@@ -54,7 +54,7 @@ STATE = {
     "memwall.apply.offload.entry._EMPTY": "nothing: one tensor without elements for each device and dtype",
     "memwall.apply.blocks.outer_variables._global_names": "itself, at 1024 functions",
     "memwall.apply.offload.engine._hidden": _FOREVER,
-    "memwall.apply.offload.entry.described": "itself, at 1024 texts",
+    "memwall.torch_internals.saved.described": "itself, at 1024 texts",
     "memwall.predict.malloc.malloc_policies._replays": "itself, at 16 forecasts",
     "memwall.apply.optimizer_state.deepspeed_adam.load_operator": _FOREVER,
     "memwall.apply.optimizer_state.master_weights._made": "nothing: one class for each class of optimizer",

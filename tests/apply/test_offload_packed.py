@@ -11,12 +11,13 @@ from packing_error import error_bound
 from plans import a_plan, plan_of
 from torch import Tensor, nn
 
-from memwall.apply.offload.engine import ActivationOffload, SavedTensorModifiedError
+from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.packed import check_can_pack
 from memwall.errors import ApplyError
 from memwall.planning.techniques.offload import LeavingForm, Offload
 from memwall.predict.packed_bytes import num_packed_bytes, scratch_bytes
 from memwall.session.session import Session
+from memwall.torch_internals.saved import SavedTensorModifiedError
 from memwall.triton_kernels.pack import pack, pack_into, unpack_into
 
 pytestmark = pytest.mark.timeout(60)

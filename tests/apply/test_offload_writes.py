@@ -9,10 +9,10 @@ from faulty_disk import Gate
 from offload_engines import KIB, GradientIsSaved, Pool, a_pool, is_empty, offload_for
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memwall.apply.offload.engine import SavedTensorModifiedError
 from memwall.errors import ApplyError, StoreError
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.process import TENSOR_HEAP
+from memwall.torch_internals.saved import SavedTensorModifiedError
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -220,3 +220,14 @@ def test_what_is_saved_leaves_once_too_much_is_held(
     found = gradients(model, parking)
     assert bool(opened) == is_moved
     assert all(map(torch.equal, found, expected))
+
+
+def test_what_stays_is_as_autograd_has_it(tmp_path: Path) -> None:
+    """GIVEN a saved result that stays WHEN it is written to THEN backward refuses it, as without hooks."""
+    model, parking = nn.Linear(4, 4), LateParking(1 << 40, str(tmp_path), None)
+    parking.begin(model)
+    result = model(torch.ones(3, 4)).exp()
+    parking.end()
+    result.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        result.sum().backward()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memwall.apply.blocks.counts import BlockCounts
-from memwall.apply.offload.entry import Entry, EntryList, Kept, Saved, byte_range, described, guard_of, quiet
+from memwall.apply.offload.entry import Entry, EntryList, Saved, byte_range, guard_of
 from memwall.apply.offload.filled_later import is_filled_later
 from memwall.apply.offload.packed import PackedTier, can_leave_packed
 from memwall.errors import ApplyError, MemwallError
@@ -28,9 +28,10 @@ from memwall.store.pinned_tier import PinnedTier
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.autograd import execution_is_transformed, version_of
 from memwall.torch_internals.compiler import has_compiler, unseen
+from memwall.torch_internals.saved import Kept, check_unmodified, described, quiet
 from memwall.torch_internals.storages import StorageWeakRef, identity_of
 
-__all__ = ["ActivationOffload", "SavedTensorModifiedError"]
+__all__ = ["ActivationOffload"]
 
 # Restored bytes begin at a 4096-byte boundary, so a range that begins at one too keeps each view's alignment; kernels
 # may choose their path by alignment, and another path may round differently.
@@ -46,10 +47,6 @@ class _Group(NamedTuple):
 
 
 _NO_GROUP = _Group()
-
-
-class SavedTensorModifiedError(ApplyError, RuntimeError):
-    """Says that a saved tensor was written in place before backward used it (autograd: RuntimeError)."""
 
 
 class ActivationOffload(Closing):
@@ -214,12 +211,7 @@ class ActivationOffload(Closing):
             SavedTensorModifiedError: it was written in place in between.
             StoreError: its bytes cannot be had.
         """
-        if saved.was_modified():
-            raise SavedTensorModifiedError(
-                f"a tensor needed for backward was modified in place after the forward saved it: {saved.label}; "
-                f"it is at version {saved.current_version()}, expected {saved.version}. Replace the in-place operation "
-                "by one that returns a new tensor, or write into a clone()"
-            )
+        check_unmodified(saved)
         if isinstance(saved, Kept):
             return saved.tensor
         with self._lock, quiet():

@@ -1,10 +1,8 @@
 """Holds what `ActivationOffload` remembers: parked storage ranges, and what autograd has in place of tensors."""
 
-import functools
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,35 +11,17 @@ from torch import Tensor
 
 from memwall.store.disk_tier import StorageTier
 from memwall.torch_internals.autograd import version_of
-from memwall.torch_internals.dispatch import has_modes, without_dispatch_modes, without_function_modes
 from memwall.torch_internals.storages import StorageWeakRef
 
 __all__ = [
     "Entry",
     "EntryList",
-    "Kept",
     "Saved",
     "byte_range",
-    "described",
     "guard_of",
-    "quiet",
 ]
 
 _EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-_NOTHING_TO_HIDE_FROM = nullcontext()
-
-
-def quiet() -> AbstractContextManager[None]:
-    """Hides the tensor operations inside from recorders and other torch modes; costs nothing where none is active."""
-    if has_modes():
-        return _hidden()
-    return _NOTHING_TO_HIDE_FROM
-
-
-@contextmanager
-def _hidden() -> Iterator[None]:
-    with without_function_modes(), without_dispatch_modes():
-        yield
 
 
 def byte_range(tensor: Tensor, storage_bytes: int, alignment_bytes: int) -> tuple[int, int]:
@@ -60,18 +40,6 @@ def byte_range(tensor: Tensor, storage_bytes: int, alignment_bytes: int) -> tupl
     if 2 * (end - start) > storage_bytes:
         return 0, storage_bytes
     return start // alignment_bytes * alignment_bytes, end
-
-
-def describe(tensor: Tensor) -> str:
-    """Returns the dtype and shape, as in an error: `float32[8, 128]`."""
-    return described(tensor.dtype, tensor.shape, None)
-
-
-@functools.lru_cache(maxsize=1024)
-def described(dtype: torch.dtype, shape: torch.Size, group: Hashable) -> str:
-    """Returns a saved tensor in an error: `float32[8, 128] saved in blocks.1`."""
-    place = "" if group is None else f" saved in {group}"
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}{place}"
 
 
 @dataclass(slots=True, eq=False)
@@ -165,37 +133,6 @@ class EntryList:
         entry.older = entry.newer = None
         entry.number = -1
         self._num_entries -= 1
-
-
-class Kept:
-    """Holds a saved tensor that stays where it is.
-
-    With hooks installed autograd no longer compares versions (torch/csrc/autograd/saved_variable.cpp, 2.13), so this
-    does, for tensors that do not move as well. A result that its own operation saves would hold its graph, and the
-    graph it; so what is held is detached, and a forward without a backward leaves nothing behind.
-    """
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        if tensor.grad_fn is not None:
-            with quiet():
-                tensor = tensor.detach()
-        self.tensor = tensor
-        self.version = -1 if tensor.is_inference() else version_of(tensor)
-
-    @property
-    def label(self) -> str:
-        """Returns what it is, for an error."""
-        return describe(self.tensor)
-
-    def current_version(self) -> int:
-        """Returns how often it has been written by now."""
-        return self.version if self.version < 0 else version_of(self.tensor)
-
-    def was_modified(self) -> bool:
-        """Returns whether it was written since it was saved."""
-        return self.current_version() != self.version
 
 
 class Saved:

@@ -15,8 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memwall.apply.blocks.digests import Digest, Place, difference, digest_of
 from memwall.apply.blocks.executor import BlockCall, OffloadEngine
-from memwall.apply.offload.entry import Saved, quiet
+from memwall.apply.offload.entry import Saved
 from memwall.errors import NotExactError
+from memwall.torch_internals.saved import quiet
 
 __all__ = ["Proving"]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.machine.meter import process_bytes
+from memwall.torch_internals.saved import Kept, check_unmodified
 
 __all__ = ["LateParking"]
 
@@ -57,14 +58,15 @@ class LateParking:
 
     def _pack(self, tensor: Tensor) -> Any:
         if self._hooks is None or (self._engine is None and process_bytes() <= self._most_bytes):
-            return tensor
+            return Kept(tensor)
         if self._engine is None:
             self._open()
         return self._engine, self._engine.pack(tensor)
 
     def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+        if isinstance(saved, Kept):
+            check_unmodified(saved)
+            return saved.tensor
         engine, moved = saved
         tensor: Tensor = engine.unpack(moved)
         return tensor
