@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from memwall.planning.action import Action
 from memwall.planning.menu import Costs, Menu
+from memwall.planning.one_recording.step_rows import StepRows
 from memwall.planning.solver.instance import BlockOptions, Choice, Instance, Link, Option, Row
-from memwall.planning.step_rows import StepRows
 from memwall.planning.technique import techniques
 from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.treatment import StepModel

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from memwall.machine.hardware import Hardware
 from memwall.planning.device_phases import SMALLER_EVALUATION, evaluation_with_metrics
 from memwall.planning.forecast import Forecast, PeakBytes
-from memwall.planning.relaxations import Run, estimate_relaxations
+from memwall.planning.one_recording.relaxations import Run, estimate_relaxations
 from memwall.predict.cuda.attention_calls import AttentionCalls, attention_calls
 from memwall.predict.cuda_allocator.advice import advise, setting_lines
 from memwall.predict.cuda_allocator.allocator_events import events_of_steps

@@ -1,6 +1,6 @@
 """The plan for a budget: as the step was recorded, with fused kernels, or in lower precision if need be.
 
-For each recording `planning.recording_search` finds the cheapest candidate whose forecast fits.
+For each recording `planning.one_recording` finds the cheapest candidate whose forecast fits.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ import msgspec
 from memwall.errors import UsageError
 from memwall.machine.hardware import Hardware
 from memwall.planning.modes import allowed_words, has_mode
+from memwall.planning.one_recording.recording_search import RecordingSearch
 from memwall.planning.planfile import Plan
-from memwall.planning.recording_search import RecordingSearch
 from memwall.planning.recordings import Recordings
 from memwall.planning.settings import Settings
 from memwall.planning.technique import techniques

@@ -40,7 +40,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     first_step: FirstStep | None = None
     """Needs of the step that a running session has recorded; None where the plan is not for a run that has begun."""
     held: Held | None = None
-    """What the allocator of a CUDA device holds between two steps of such a session; None where that is not known."""
+    """Holds what a CUDA allocator has between two steps of such a session; None where that is not known."""
     standing: tuple[Action, ...] = ()
     """Actions that the recorded step ran under, memwall having been allowed to."""
     recordings: Recordings | None = None

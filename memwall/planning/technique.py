@@ -16,7 +16,7 @@ import msgspec
 from memwall.planning.action import Action, Exactness
 from memwall.planning.location import Location
 from memwall.planning.menu import Costs, Menu
-from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.settings import Settings
 from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.process import Resident

@@ -13,8 +13,8 @@ from memwall.errors import InfeasibleError, PlanError, UsageError
 from memwall.machine.limits import cgroup_limit, device_total_bytes, memory_limit_bytes
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak
 from memwall.planning.modes import allowed_words, has_mode
+from memwall.planning.one_recording.recording_search import RecordingSearch
 from memwall.planning.planfile import Plan
-from memwall.planning.recording_search import RecordingSearch
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import techniques

@@ -160,10 +160,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a saved tensor that was written in place is used in backward",
-        ENGINE,
+        "memwall/torch_internals/saved.py",
         "if saved.was_modified():",
         "if False:",
-        ("tests/apply/test_offload_writes.py",),
+        ("tests/apply/test_offload_writes.py", "tests/integrations/test_ample_room.py"),
     ),
     Mutation(
         "a recomputed block draws other numbers from numpy's generator than its forward did",
@@ -216,7 +216,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a plan uses its margin up",
-        "memwall/planning/search_inputs.py",
+        "memwall/planning/one_recording/search_inputs.py",
         "return budget_bytes - (self.process.margin_bytes(budget_bytes) if has_margin else 0)",
         "return budget_bytes",
         ("tests/planning/test_search.py::test_what_is_forecast_is_the_step_that_the_actions_make",),

@@ -10,8 +10,8 @@ from plans import on_machine
 from memwall.errors import InfeasibleError
 from memwall.planning.candidate import Candidate
 from memwall.planning.location import IN_MEMORY, Location
+from memwall.planning.one_recording.search_at_location import SearchAtLocation
 from memwall.planning.search import make_plan, plan
-from memwall.planning.search_at_location import SearchAtLocation
 from memwall.planning.settings import Settings
 from memwall.planning.step_under_plan import step_under_actions, step_under_plan
 from memwall.planning.techniques import parameters

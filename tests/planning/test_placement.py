@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from zoo import MODELS, Case
 
 from memwall.errors import InfeasibleError
-from memwall.planning import recording_search, search_at_location, search_inputs
 from memwall.planning.explain import disk_wear
 from memwall.planning.forecast import Forecast
 from memwall.planning.location import can_move_optimizer_state
+from memwall.planning.one_recording import recording_search, search_at_location, search_inputs
 from memwall.planning.search import make_plan, plan
 from memwall.planning.settings import Settings
 from memwall.planning.step_under_plan import step_under_actions, step_under_plan

@@ -11,8 +11,8 @@ from torch import nn
 from memwall.errors import InfeasibleError
 from memwall.machine.hardware import hardware_named
 from memwall.planning.estimate import estimate
+from memwall.planning.one_recording.relaxations import Run, estimate_relaxations
 from memwall.planning.recordings import Recordings
-from memwall.planning.relaxations import Run, estimate_relaxations
 from memwall.planning.search import plan
 from memwall.planning.techniques.autocast import Autocast
 from memwall.predict.cuda.translate import recording_for, translated

@@ -18,9 +18,9 @@ from memwall.machine.tiers import Machine
 from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
 from memwall.planning.menu import Costs
+from memwall.planning.one_recording.search_at_location import SearchAtLocation
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan, plan
-from memwall.planning.search_at_location import SearchAtLocation
 from memwall.planning.settings import Settings
 from memwall.planning.step_under_plan import step_under_plan
 from memwall.planning.techniques.autocast import Autocast

@@ -9,9 +9,9 @@ import pytest
 from memwall.errors import PlanError, UsageError
 from memwall.planning.action import Action, Exactness
 from memwall.planning.location import Location
+from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.planfile import Plan
 from memwall.planning.search import plan
-from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.step_under_plan import step_under_plan
 from memwall.planning.technique import Technique, allowable, register, technique_of, techniques, unregister
 from memwall.predict.curve import live_peak_bytes

@@ -6,9 +6,9 @@ from msgspec.structs import replace
 
 from memwall.planning.blocks import find_blocks
 from memwall.planning.candidate import Candidate
+from memwall.planning.one_recording.recording_search import RecordingSearch
 from memwall.planning.planfile import Plan
 from memwall.planning.ranks.forecast import AnySharding
-from memwall.planning.recording_search import RecordingSearch
 from memwall.planning.settings import Settings
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes, step_seconds

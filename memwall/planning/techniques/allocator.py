@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from memwall.errors import UsageError
 from memwall.planning.action import Action
-from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.technique import Technique
 from memwall.predict.cuda_allocator.advice import VARIABLES
 from memwall.predict.cuda_allocator.allocator_settings import is_well_formed

@@ -9,7 +9,7 @@ from memwall.errors import UsageError
 from memwall.machine.tiers import Machine
 from memwall.planning.action import Action, Exactness
 from memwall.planning.location import Location, can_move_optimizer_state
-from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.technique import DeepSpeedPart, Technique
 from memwall.predict.cpu_step_pipeline import gradient_bytes, pipelined_seconds, staging_bytes
 from memwall.predict.state_on_disk import movable_state_bytes, with_state_on_disk

@@ -7,7 +7,7 @@ from typing import Literal
 from memwall.errors import IntegrationError
 from memwall.planning.action import Action, Exactness
 from memwall.planning.location import Location
-from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.technique import Technique
 from memwall.predict.low_bit_moments import low_bit_bytes, low_bit_elements, with_low_bit_state
 from memwall.trace.optimizers import WITH_MOMENTS

@@ -5,7 +5,7 @@ from typing import Literal
 
 from memwall.planning.action import Action
 from memwall.planning.location import Location, can_move_optimizer_state
-from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.technique import DeepSpeedPart, Technique
 from memwall.predict.state_on_disk import (
     CPU_SECONDS_PER_BYTE,

@@ -5,8 +5,8 @@ from typing import Literal
 
 from memwall.planning.action import Action
 from memwall.planning.location import Location
+from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.paths import block_ranges
-from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.technique import Technique, technique_of
 from memwall.predict.parameters_on_disk import Away, away_from, paged_bytes, streamed_blocks, with_parameters_on_disk
 from memwall.predict.state_on_disk import CPU_SECONDS_PER_BYTE

@@ -1,6 +1,6 @@
 """The search for one recording of a step: where state and parameters are, and which digits may be lost.
 
-For each location `planning.search_at_location` finds the cheapest candidate whose forecast fits.
+For each location `search_at_location` finds the cheapest candidate whose forecast fits.
 """
 
 import math
@@ -13,11 +13,11 @@ from memwall.planning.candidate import Candidate, plan_of
 from memwall.planning.device_phases import with_device_phases
 from memwall.planning.explain import infeasible_message, relaxations
 from memwall.planning.location import IN_MEMORY, Location
-from memwall.planning.offered_locations import OfferedLocations
+from memwall.planning.one_recording.offered_locations import OfferedLocations
+from memwall.planning.one_recording.relaxations import plan_relaxations
+from memwall.planning.one_recording.search_at_location import SearchAtLocation
+from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.planfile import Plan
-from memwall.planning.relaxations import plan_relaxations
-from memwall.planning.search_at_location import SearchAtLocation
-from memwall.planning.search_inputs import SearchInputs
 from memwall.planning.settings import Settings
 from memwall.planning.technique import techniques
 from memwall.predict.curve import step_seconds

@@ -24,12 +24,12 @@ from memwall.planning.explain import binding_reasons, levers_of
 from memwall.planning.forecast import Lever
 from memwall.planning.location import Location, can_offload
 from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES, Costs, Menu
-from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.one_recording.search_inputs import SearchInputs
+from memwall.planning.one_recording.step_rows import StepRows
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance, Link
 from memwall.planning.solver.live_limits import LiveLimits
 from memwall.planning.solver.solve import lowest_peak, smallest_feasible_bytes, solve
-from memwall.planning.step_rows import StepRows
 from memwall.planning.step_under_plan import step_under_actions
 from memwall.planning.technique import technique_of, techniques
 from memwall.predict.call_rules import Treatment

@@ -3,7 +3,7 @@
 from typing import Any
 
 from memwall.planning.location import IN_MEMORY, Location
-from memwall.planning.search_inputs import SearchInputs
+from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.technique import Technique, techniques
 
 __all__ = ["OfferedLocations"]
