@@ -18,7 +18,7 @@ class Found(NamedTuple):
     """Says what came of one harm."""
 
     name: str
-    """What was done to which run: the row of the table."""
+    """Names what was done to which run: the row of the table."""
     outcome: str
     said: str
     """The last of what the run has said."""

@@ -28,7 +28,7 @@ class LiveDeviceModel(ProcessModel):
         self._standing = None if held is None else _standing(held, steady_step(trace))
         others_bytes = 0 if self._standing is None else self._standing.others_bytes
         self._beside_bytes = self.base_bytes + max(0, self.workspace_bytes - others_bytes)
-        """What is not in simulated segments: of what the first step measured, blocks that are held are."""
+        """Counts what is not in simulated segments: of what the first step measured, blocks that are held are."""
 
     def free(self, step: Step) -> Resident:
         return self.untreated(step)

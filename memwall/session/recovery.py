@@ -41,7 +41,7 @@ class Recovery:
         """Bytes by which the last step under the plan exceeded what the plan promised, the budget being near."""
         self._can_plan_again = True
         self._shortage: Exhaustion | None = None
-        """What the optimizer's step lacked, in the last step."""
+        """Says what the optimizer's step lacked, in the last step."""
 
     # -- steps that took more than foreseen ----------------------------------------------------------------------------
 

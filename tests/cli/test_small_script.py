@@ -1,4 +1,4 @@
-"""What `memwall run` costs a script that fits anyway, in processes of its own: they begin as a person's do."""
+"""A script that fits anyway pays little for `memwall run`, in processes of its own: they begin as a person's do."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def found(*command: str, folder: Path) -> tuple[dict[str, Any], str]:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """What the script says of itself alone and under memwall, and what memwall says."""
+    """Returns what the script says of itself alone and under memwall, and what memwall says."""
     folder = tmp_path_factory.mktemp("small")
     (folder / "train.py").write_text(SCRIPT)
     plain, _ = found("train.py", folder=folder)

@@ -69,9 +69,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a complete run over its budget fails the job of its launcher",
-        "memwall/cli/run.py",
-        "    if not here.by_launcher:\n        raise typer.Exit(5)",
-        "    raise typer.Exit(5)",
+        "memwall/cli/run_end.py",
+        "    if not here.by_launcher:\n        return 5",
+        "    return 5",
         ("tests/cli/test_run_status.py",),
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""What befalls a session that closes, Ctrl-C or no memory: what is on disk is back before the script hears of it."""
+"""A session that closes under Ctrl-C or without memory brings back what is on disk before the script hears of it."""
 
 import os
 import signal

@@ -86,7 +86,7 @@ class AmpleRoom:
         self._quarter_bytes = _quarter_of(budget_bytes)
         self.num_steps = 0
         self.failure: MemwallError | None = None
-        """What was raised when the run was handed over, should the script have caught it."""
+        """Holds what was raised when the run was handed over, should the script have caught it."""
         self.is_over = False
         """Whether the run was handed over, or has ended."""
         self.has_told = False
