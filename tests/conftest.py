@@ -5,7 +5,7 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -40,38 +40,52 @@ def _nothing_left_changed(request: pytest.FixtureRequest, _restored_environment:
     """
     before = {change.number for change in _changes()}
     yield
-    left = [change for change in _changes() if change.number not in before]
+    left = _changes(before)
     if left:
-        gc.unfreeze()  # a commit looks at what is frozen, and freezes what is there then
         gc.collect()  # a change of an object ends with it
-        left = [change for change in _changes() if change.number not in before]
+        left = _changes(before)
     if left and request.node.get_closest_marker("leaves_changed") is not None:
         for change in left:
             sys.modules["memwall.patches"]._active.pop(change.number, None)
-        return
+        left = []
+    if left:
+        gc.unfreeze()  # a commit looks at what is frozen, and freezes what is there then
+        _hide_what_lives()
+        left = _changes(before)
+    elif len(sys.modules) > _hidden["num_modules"] + 100:
+        _hide_what_lives()
     assert not left, "left changed:\n" + "\n".join(f"{one.what} {one.where}: {one.why}" for one in left)
 
 
-def _changes() -> "list[InEffect]":
-    """What has to be taken back; nothing where memwall's book of changes was not imported."""
+def _changes(before: Collection[int] = ()) -> "list[InEffect]":
+    """What has to be taken back, but for what was there before; nothing where memwall's book was not imported."""
     patches = sys.modules.get("memwall.patches")
-    return [] if patches is None else [change for change in patches.active() if not change.permanent]
+    found = [] if patches is None else patches.active()
+    return [change for change in found if not change.permanent and change.number not in before]
+
+
+_hidden = {"num_objects": 0, "num_modules": 0}
+
+
+def _hide_what_lives() -> None:
+    """Hides it from the garbage collector: a full pass over torch's objects takes a fifth of a second."""
+    gc.collect()
+    gc.freeze()
+    _hidden.update(num_objects=gc.get_freeze_count(), num_modules=len(sys.modules))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _collects_little() -> Iterator[None]:
-    """Hides what lives already from the garbage collector: a full pass over torch's objects takes half a second.
+    """Begins a file with little for the garbage collector to look through.
 
     A commit, which would bring it back and look through it, takes for frozen what a test freezes itself.
     """
-    gc.collect()
-    gc.freeze()
+    _hide_what_lives()
     discovery = sys.modules.get("memwall.checkpoint.discovery")
     if discovery is None:
         yield
         return
-    num_hidden = gc.get_freeze_count()
-    seen = vars(gc) | {"get_freeze_count": lambda: max(gc.get_freeze_count() - num_hidden, 0)}
+    seen = vars(gc) | {"get_freeze_count": lambda: max(gc.get_freeze_count() - _hidden["num_objects"], 0)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(discovery, "gc", SimpleNamespace(**seen))
         yield
