@@ -106,27 +106,28 @@ def chosen_calls(capability: tuple[int, int]) -> Iterator[Row]:
     yield {"operator": "convolution_backward.default", "args": args}
 
 
-def watched(call: Callable[[], Any]) -> tuple[list[int], Any]:
-    """Returns the bytes of all blocks that live at a call's peak, and its result."""
+def watched(call: Callable[[], Any]) -> tuple[list[int], int, Any]:
+    """Returns the bytes of all blocks that live at a call's peak, how many come ahead of its results, and these."""
     torch.cuda.memory._record_memory_history(enabled="all", context=None, clear_history=True)
     result = call()
-    live: dict[int, int] = {}
-    peak: list[int] = []
-    for event in torch.cuda.memory._snapshot()["device_traces"][0]:
+    live: dict[int, tuple[int, int]] = {}
+    peak: list[tuple[int, int]] = []
+    for number, event in enumerate(torch.cuda.memory._snapshot()["device_traces"][0]):
         if event["action"] == "alloc":
-            live[event["addr"]] = event["size"]
-            peak = max(peak, list(live.values()), key=sum)
+            live[event["addr"]] = (number, event["size"])
+            peak = max(peak, list(live.values()), key=lambda blocks: sum(size for _, size in blocks))
         elif event["action"] == "free_completed":
             live.pop(event["addr"], None)
-    return peak, result
+    first = min(number for number, _ in live.values())
+    return [size for _, size in peak], sum(number < first for number, _ in peak), result
 
 
-def blocks_of(call: Row) -> list[int]:
-    """Returns the bytes of the blocks that a call has at its peak besides its results."""
+def blocks_of(call: Row) -> tuple[list[int], list[int]]:
+    """Returns the bytes of the blocks that a call has at its peak besides its results, and which come ahead of them."""
     packet, _, overload = call["operator"].partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload)
     args = [made(value, "cuda") for value in call["args"]]
-    peak, out = watched(lambda: operator(*args))
+    peak, num_ahead, out = watched(lambda: operator(*args))
     results = Counter(
         t.untyped_storage().nbytes() for t in (out if isinstance(out, tuple) else (out,)) if t is not None
     )
@@ -136,7 +137,7 @@ def blocks_of(call: Row) -> list[int]:
             results[num_bytes] -= 1
         else:
             blocks.append(num_bytes)
-    return blocks
+    return blocks, peak[:num_ahead]
 
 
 def main() -> None:
@@ -150,7 +151,8 @@ def main() -> None:
         *random_calls(random.Random(options.seed), options.rows),
         *chosen_calls(torch.cuda.get_device_capability()),
     ]
-    rows = [{"device": options.device.name, **call, "blocks": blocks_of(call)} for call in calls]
+    found = [(call, *blocks_of(call)) for call in calls]
+    rows = [{"device": options.device.name, **call, "blocks": blocks, "ahead": a} for call, blocks, a in found]
     kept = json.loads(GOLDEN.read_text())["rows"] if GOLDEN.exists() else []
     rows += [row for row in kept if row["device"] != options.device.name]
     rows.sort(key=lambda row: row["device"])

@@ -215,13 +215,17 @@ class EventLog:
         return sum(storage.nbytes for storage in results if storage.birth == index)
 
     def workspaces(self, index: int, blocks: tuple[int, ...]) -> None:
-        """Notes what an operation allocated for itself and freed before it returned: it lives while that runs."""
+        """Notes what an operation allocates for itself and frees before it returns: it lives while that runs.
+
+        Storages are numbered in the order of allocation: what comes ahead of results is to be noted before they are.
+        """
         op = self.ops[index]
-        result = self.storages[op.outputs[0]] if op.outputs else None
+        known = op.outputs or op.inputs
+        result = self.storages[known[0]] if known else None
         begin = len(self.storages)
         self.storages.extend(
             LoggedStorage(
-                nbytes=num_bytes,
+                nbytes=int(num_bytes),
                 device=result.device if result is not None else "cpu",
                 category=None,
                 birth=index,
@@ -233,7 +237,7 @@ class EventLog:
             for num_bytes in blocks
             if num_bytes > 0
         )
-        op.workspaces = tuple(range(begin, len(self.storages)))
+        op.workspaces += tuple(range(begin, len(self.storages)))
 
     # -- saved tensors ---------------------------------------------------------------------------------------------
 

@@ -356,6 +356,7 @@ class StepRecorder(TorchDispatchMode):
         device_timer = self._begin_device_timer(inputs)
         begin = time.perf_counter()
         with self.workspaces.measuring(args[0] if is_code else func, inputs, args, kwargs) as workspace:
+            log.workspaces(index, workspace.ahead)
             if is_code:
                 inputs.clear()  # the code lets go of what it needs no longer, and so must whoever watches
             out = func(*args, **kwargs)

@@ -18,12 +18,16 @@ from memwall.torch_internals.profiler import (
     has_allocation_events,
 )
 
-__all__ = ["Workspace", "Workspaces"]
+__all__ = ["AheadOfResults", "Workspace", "Workspaces"]
 
 _log = logging.getLogger(__name__)
 
 # Smaller inputs than this have no workspace worth measuring.
 _LEAST_BYTES = 4 << 10
+
+
+class AheadOfResults(int):
+    """Holds the bytes of a block that an operator allocates ahead of its results, such as a copy of an argument."""
 
 
 class Workspace:
@@ -39,11 +43,16 @@ class Workspace:
         self.blocks = blocks
         self.peak_bytes = 0
 
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """Returns the bytes of each block that comes ahead of the results; of measured ones none is known to."""
+        return tuple(block for block in self.blocks or () if isinstance(block, AheadOfResults))
+
     def beyond(self, result_bytes: int) -> tuple[int, ...]:
-        """Returns the bytes of each block besides the results; of measured ones as one, settled at the first call."""
+        """Returns the bytes of each block that follows the results; of measured ones as one, settled at once."""
         if self.blocks is None:
             self.blocks = (max(0, self.peak_bytes - result_bytes),)
-        return self.blocks
+        return tuple(block for block in self.blocks if not isinstance(block, AheadOfResults))
 
 
 class Workspaces:

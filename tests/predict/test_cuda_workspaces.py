@@ -89,6 +89,25 @@ def test_a_dropout_allocates_its_mask_first(
     assert [s.dtype for s in step.storages if s.birth == at] == ["bool", "float32"]
 
 
+def test_the_copy_of_a_turned_input_is_made_before_the_results(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    """A result of the input's size gets the next piece: which of the two is free afterwards decides about segments."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.transpose(1, 2))
+
+    trace = recorded(workload_of(Turned, lambda: torch.zeros(100, 16, 8)), "h100-80gb")
+    step = trace.steps[-1]
+    at = next(n for n, op in enumerate(step.ops) if trace.names[op.name] == "aten.native_layer_norm.default")
+    assert [s.dtype for s in step.storages if s.birth == at] == ["uint8", "float32", "float32", "float32"]
+
+
 def test_the_backward_of_indexing_sorts_positions(
     workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
 ) -> None:

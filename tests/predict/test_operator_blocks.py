@@ -10,6 +10,7 @@ import torch
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.cuda_device import cuda_device_of
 from memwall.predict.cuda.workspaces import FORMULAS
+from memwall.trace.workspaces import AheadOfResults
 
 ROWS = json.loads((Path(__file__).parents[1] / "golden/cuda_operator_blocks.json").read_text())["rows"]
 OPERATORS = sorted({row["operator"] for row in ROWS})
@@ -26,7 +27,10 @@ def made(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_blocks_are_those_that_torch_allocates(name: str) -> None:
-    """Each block is right to the byte, on devices with different numbers of multiprocessors and of threads on each."""
+    """Each block is right to the byte, and comes before the results or after them as there.
+
+    The devices have different numbers of multiprocessors and of threads on each.
+    """
     packet, _, overload = name.partition(".")
     formula = FORMULAS[getattr(getattr(torch.ops.aten, packet), overload)]
     wrong = []
@@ -35,6 +39,8 @@ def test_blocks_are_those_that_torch_allocates(name: str) -> None:
             device = cuda_device_of(hardware_named(row["device"]))
             found = formula(device, tuple(map(made, row["args"])), {})
             if sorted(filter(None, found)) != sorted(row["blocks"]):
+                wrong.append((row, found))
+            if [int(block) for block in found if isinstance(block, AheadOfResults)] != row["ahead"]:
                 wrong.append((row, found))
     assert not wrong
     assert any(row["blocks"] for row in ROWS if row["operator"] == name)

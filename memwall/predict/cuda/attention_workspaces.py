@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memwall.predict.cuda.cuda_device import CudaDevice
 from memwall.torch_internals.operators import operator_named
+from memwall.trace.workspaces import AheadOfResults
 
 __all__ = ["ATTENTION_FORMULAS"]
 
@@ -77,7 +78,8 @@ def _cudnn_backward(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str,
 
 def _copy(tensor: Tensor) -> tuple[int, ...]:
     """Returns the bytes of a copy, made where [batch, tokens, heads, size] is not how the tensor lies in memory."""
-    return () if tensor.transpose(1, 2).is_contiguous() else (tensor.numel() * tensor.element_size(),)
+    is_there = tensor.transpose(1, 2).is_contiguous()
+    return () if is_there else (AheadOfResults(tensor.numel() * tensor.element_size()),)
 
 
 def _up(size: int, multiple: int) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from memwall.predict.cuda.cuda_device import CudaDevice
 from memwall.predict.cuda.reductions import ReductionKernel, reduction_blocks
 from memwall.torch_internals.operators import operator_named
+from memwall.trace.workspaces import AheadOfResults
 
 __all__ = ["REDUCING_FORMULAS"]
 
@@ -121,17 +122,17 @@ def _convolution_backward(device: CudaDevice, args: tuple[Any, ...], kwargs: dic
 
 def _layer_norm(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     """Counts a copy of what does not lie in memory row by row, as what a convolution returns, transposed."""
-    return _copy(args[0])
+    return _copied(args[0])
 
 
 def _layer_norm_backward(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     gradient, tensor, shape, mask = args[0], args[1], args[2], args[7]
-    return _copy(gradient) + _copy(tensor) + _partial_sums(device, tensor, shape, sum(map(bool, mask[1:])))
+    return _copied(tensor) + _copy(gradient) + _partial_sums(device, tensor, shape, sum(map(bool, mask[1:])))
 
 
 def _rms_norm_backward(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     gradient, tensor, shape, mask = args[0], args[1], args[2], args[5]
-    return _copy(gradient) + _copy(tensor) + _partial_sums(device, tensor, shape, int(bool(mask[1])))
+    return _copied(tensor) + _copy(gradient) + _partial_sums(device, tensor, shape, int(bool(mask[1])))
 
 
 def _partial_sums(device: CudaDevice, tensor: Tensor, shape: Sequence[int], num_gradients: int) -> tuple[int, ...]:
@@ -172,6 +173,11 @@ def _accumulated(tensor: Tensor) -> int:
 
 def _copy(tensor: Tensor) -> tuple[int, ...]:
     return () if tensor.is_contiguous() else (tensor.numel() * tensor.element_size(),)
+
+
+def _copied(tensor: Tensor) -> tuple[int, ...]:
+    """Counts a copy that is made ahead of the results."""
+    return tuple(map(AheadOfResults, _copy(tensor)))
 
 
 REDUCING_FORMULAS: dict[Any, Callable[[CudaDevice, tuple[Any, ...], dict[str, Any]], tuple[int, ...]]] = {

@@ -16,7 +16,7 @@ from memwall.predict.cuda.cuda_device import CudaDevice
 from memwall.predict.cuda.reducing_operators import REDUCING_FORMULAS
 from memwall.torch_internals.operators import operator_named
 from memwall.trace.op_work import own_work_of
-from memwall.trace.workspaces import Workspace, Workspaces
+from memwall.trace.workspaces import AheadOfResults, Workspace, Workspaces
 
 __all__ = ["CudaWorkspaces"]
 
@@ -67,7 +67,7 @@ def _embedding_backward(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[
     """
     grad, indices, num_weights, _, scales_by_frequency = args[:5]
     num_indices, width = indices.numel(), grad.shape[-1]
-    copy = () if grad.is_contiguous() else (grad.numel() * grad.element_size(),)
+    copy = () if grad.is_contiguous() else (AheadOfResults(grad.numel() * grad.element_size()),)
     if num_indices <= _FEW_INDICES and not scales_by_frequency:
         return copy
     index_bytes = indices.element_size()
@@ -76,7 +76,7 @@ def _embedding_backward(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[
     each = (num_indices * index_bytes,)
     sorting = (*each * 3, _sort_bytes(device, num_indices, index_bytes, num_weights))
     # The order of the indices, those in order, and where segments of equal ones begin; how often each is there.
-    held = each * (4 if scales_by_frequency else 3)
+    held = (*map(AheadOfResults, each * 2), *each * (2 if scales_by_frequency else 1))
     counts = (index_bytes,) * 2  # of segments, and of partial ones
     segments = (num_segments * index_bytes,) * 2 + (num_partial * index_bytes,)
     count = 0 if device.multiprocessors is None else device.multiprocessors.number
@@ -90,7 +90,7 @@ def _embedding_backward(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[
         sums = (num_partial * width * max(grad.element_size(), _FLOAT_BYTES),)
     adding = (*held, *counts, *segments, *sums)
     result_bytes = num_weights * width * grad.element_size()  # comes after the sorting
-    return copy + (sorting if sum(sorting) > sum(adding) + result_bytes else adding)
+    return copy + (tuple(map(AheadOfResults, sorting)) if sum(sorting) > sum(adding) + result_bytes else adding)
 
 
 def _sort_bytes(device: CudaDevice, num_keys: int, key_bytes: int, most: int) -> int:
