@@ -192,9 +192,18 @@ def disturbed(divided: str, faults: list[Fault], folder: Path) -> dict[str, Any]
         if any(ranks.statuses.values()):
             sys.stderr.write((folder / "rank-0.log").read_text()[-3000:])
             raise SystemExit(f"a run that nothing befell ended with {ranks.statuses}")
-    names = [f"{rank}.txt" for rank in range(NUM_RANKS)]
-    is_equal = all((folder / name).read_text() == (undisturbed / name).read_text() for name in names)
-    return {"instants": rows, "num_steps": total, "is_equal": is_equal}
+    return {"instants": rows, "num_steps": total} | compared(folder, undisturbed)
+
+
+def compared(folder: Path, undisturbed: Path) -> dict[str, Any]:
+    """Returns whether weights are equal to the bit on all ranks, and the most that one differs by from the largest."""
+    is_equal, differs = True, 0.0
+    for rank in range(NUM_RANKS):
+        ours, theirs = (torch.load(each / f"{rank}.pt") for each in (folder, undisturbed))
+        for one, other in zip(ours, theirs, strict=True):
+            is_equal &= torch.equal(one, other)
+            differs = max(differs, float((one - other).abs().max() / other.abs().max()))
+    return {"is_equal": is_equal, "differs_by": differs}
 
 
 def table(parts: dict[str, dict[str, Any]]) -> list[str]:
@@ -208,7 +217,8 @@ def table(parts: dict[str, dict[str, Any]]) -> list[str]:
             if rows:
                 slowest = max(row["others_ended_seconds"] for row in rows)
                 apart = max(row["apart_steps"] for row in rows)
-                same = "equal" if all(part["is_equal"] for part in chosen) else "not equal"
+                differs = max(part.get("differs_by", 0.0) for part in chosen)
+                same = "equal" if all(part["is_equal"] for part in chosen) else f"within {differs:.1e}"
                 lines.append(f"| {divided} | {kind} | {len(rows)} | {slowest:.1f} s | {apart} | {same} |")
     return lines
 

@@ -21,6 +21,7 @@ from memwall.checkpoint.discovery import (
     shapes_of,
 )
 from memwall.checkpoint.reachable import reachable
+from memwall.checkpoint.reduction import restore_buckets
 from memwall.checkpoint.training_state import (
     Part,
     TensorRecord,
@@ -148,6 +149,8 @@ class Restoration:
         self._check_belongs(records, parts)
         tensors = {part.name: part.tensor for part in parts}
         self._read([(record, tensors[record.name]) for record in records])
+        if not self._is_redivided:
+            restore_buckets(model, self.objects.get("buckets", ()))
         self.model = model
         _log.info("the run continues from step %d of %s", self._own.step, self._directory)
 

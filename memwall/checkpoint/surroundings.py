@@ -9,6 +9,7 @@ from torch import nn
 from memwall.checkpoint.companions import Companions, State
 from memwall.checkpoint.discovery import HELPERS, Helpers, find_optimizers, objects_of
 from memwall.checkpoint.loop import LoopState
+from memwall.checkpoint.reduction import TakenBuckets
 from memwall.checkpoint.restoration import Restoration
 from memwall.checkpoint.training_state import (
     divided_parameters,
@@ -47,6 +48,7 @@ class Surroundings:
         self.companions = Companions()
         self.loop = LoopState(self.companions)
         self._helpers = Helpers(self.variables)
+        self._buckets = TakenBuckets()
         self._named: set[str] = set()
         """Names that were told as not committed."""
 
@@ -156,5 +158,6 @@ class Surroundings:
                 "beside": beside if self.has_companions else None,
                 "state_dict": state_dict_names,
                 "divided": divided_parameters(model),
+                "buckets": self._buckets.of(model),
             }
         )

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ from memwall.torch_internals import (
     optimizers,
     process_groups,
     profiler,
+    reducer,
     sharding,
     storages,
     trees,
@@ -139,6 +140,16 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
     },
     process_groups: {
         "torch.distributed.distributed_c10d._get_default_store": (lambda door: door.store_of_all(), RAISES),
+    },
+    reducer: {
+        path: (lambda door: door.buckets_of(SimpleNamespace(_has_rebuilt_buckets=True, static_graph=False)), [])
+        for path in (
+            "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data",
+            "torch.nn.parallel.DistributedDataParallel._build_params_for_reducer",
+            "torch.nn.parallel.DistributedDataParallel._build_debug_param_to_name_mapping",
+            "torch.nn.parallel.DistributedDataParallel._ddp_init_helper",
+            "torch.distributed._compute_bucket_assignment_by_size",
+        )
     },
     sharding: {
         "torch.distributed.tensor.DTensor._local_tensor": (lambda door: door.shard_of(leaf()), RAISES),

@@ -19,6 +19,7 @@ from memwall.torch_internals import (
     operators,
     optimizers,
     profiler,
+    reducer,
     storages,
     trees,
 )
@@ -330,13 +331,21 @@ def test_distributed_data_parallel_says_when_it_has_made_its_buckets_anew(tmp_pa
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
-        waits = []
-        for _ in range(2):
+        waits, buckets = [], []
+        for _ in range(3):
             parallel(torch.ones(2, 4)).sum().backward()
             waits.append(modules.waits_for_new_buckets(parallel))
+            buckets.append(reducer.buckets_of(parallel))
+        reducer.make_buckets(parallel, [[each] for each in parallel.parameters()])
+        for _ in range(3):
+            parallel(torch.ones(2, 4)).sum().backward()
     finally:
         distributed.destroy_process_group()
-    assert waits == [True, False]
+    weight, bias = parallel.parameters()
+    assert waits == [True, False, False]
+    assert buckets[0] == []
+    assert [list(map(id, bucket)) for bucket in buckets[-1]] == [[id(bias), id(weight)]]
+    assert float(weight.grad.sum()) == 6 * 2 * 4  # each step of both reducers adds to it
     assert not modules.waits_for_new_buckets(nn.Linear(1, 1))
 
 
