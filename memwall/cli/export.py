@@ -28,7 +28,8 @@ class ExportSummary(Struct, frozen=True, kw_only=True):
 def export(
     plan_path: Annotated[Path, typer.Argument(metavar="plan.json", help="Plan written by memwall plan.")],
     target: Annotated[
-        str, typer.Option("--to", metavar="trainer|accelerate|deepspeed|env|kubernetes", help="What reads it.")
+        str,
+        typer.Option("--to", metavar="trainer|accelerate|deepspeed|env|kubernetes|dlrover", help="What reads it."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the configuration is written.")],
     world_size: Annotated[
@@ -58,7 +59,7 @@ def export(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a plan as configuration for the Trainer, Accelerate, DeepSpeed, Kubernetes, or as environment variables."""
+    """Write a plan as configuration: Trainer, Accelerate, DeepSpeed, Kubernetes, DLRover, or environment variables."""
     require_file(plan_path, expected="a plan written by memwall plan -o plan.json")
     require_writable(output, option="--output")
     if output.exists() and output.samefile(plan_path):

@@ -1,4 +1,4 @@
-"""Gives callbacks to the Trainers of transformers and Lightning, a plugin to Accelerate, functions to DeepSpeed.
+"""Gives callbacks to Trainers, a plugin to Accelerate, and functions for DeepSpeed and DLRover.
 
 As in `memwall` itself the names are loaded on first use: importing this loads no framework.
 """
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from memwall.integrations.deepspeed import apply_rest as apply_rest
     from memwall.integrations.deepspeed import check_resume as check_resume
     from memwall.integrations.deepspeed import load_checkpoint as load_checkpoint
+    from memwall.integrations.dlrover import TunedBatch as TunedBatch
+    from memwall.integrations.dlrover import tuned_batch as tuned_batch
     from memwall.integrations.lightning import LightningCallback as LightningCallback
     from memwall.integrations.trainer import MemwallCallback as MemwallCallback
 
@@ -18,9 +20,11 @@ _HOMES = {
     "LightningCallback": "memwall.integrations.lightning",
     "MemwallCallback": "memwall.integrations.trainer",
     "MemwallPlugin": "memwall.integrations.accelerate",
+    "TunedBatch": "memwall.integrations.dlrover",
     "apply_rest": "memwall.integrations.deepspeed",
     "check_resume": "memwall.integrations.deepspeed",
     "load_checkpoint": "memwall.integrations.deepspeed",
+    "tuned_batch": "memwall.integrations.dlrover",
 }
 __all__ = sorted(_HOMES)
 

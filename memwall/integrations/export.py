@@ -6,6 +6,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from memwall.errors import UsageError
+from memwall.integrations.dlrover import tuning_file
 from memwall.integrations.kubernetes import JobCommand, manifest
 from memwall.planning.action import Action
 from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
@@ -15,8 +16,8 @@ from memwall.versioned_files import json_bytes
 
 __all__ = ["TARGETS", "Exported", "Target", "exported"]
 
-Target = Literal["trainer", "accelerate", "deepspeed", "env", "kubernetes"]
-TARGETS: tuple[Target, ...] = ("trainer", "accelerate", "deepspeed", "env", "kubernetes")
+Target = Literal["trainer", "accelerate", "deepspeed", "env", "kubernetes", "dlrover"]
+TARGETS: tuple[Target, ...] = ("trainer", "accelerate", "deepspeed", "env", "kubernetes", "dlrover")
 
 
 class Exported(Struct, frozen=True, kw_only=True):
@@ -51,7 +52,7 @@ def exported(
 
     Raises:
         UsageError: there is no such target, or a job has nothing to run.
-        IntegrationError: DeepSpeed cannot do its part.
+        IntegrationError: DeepSpeed cannot do its part, or the file that is there is no tuning file of DLRover.
         StoreError: the disk is unsuitable.
     """
     if target == "deepspeed":
@@ -64,6 +65,8 @@ def exported(
         return _env(plan, output)
     if target == "kubernetes":
         return _kubernetes(plan, output, job, launch)
+    if target == "dlrover":
+        return _dlrover(plan, output)
     raise UsageError(f"--to: '{target}' is not known; expected one of {', '.join(TARGETS)}")
 
 
@@ -142,6 +145,13 @@ def _kubernetes(plan: Plan, output: Path, job: str, launch: JobCommand | None) -
     if job == "trainjob":
         remarks.append("its runtimePatches need Kubeflow Trainer 2.2 or later")
     return Exported(files={str(output): json_bytes(found)}, kept=(), remarks=tuple(remarks))
+
+
+def _dlrover(plan: Plan, output: Path) -> Exported:
+    """Returns DLRover's tuning file, which has words for a rank's batch alone; what one there says besides is kept."""
+    content, said = tuning_file(plan, output)
+    kept = tuple(action for action in plan.actions if technique_of(action).batch_parts(action) is None)
+    return Exported(files={str(output): content}, kept=kept, remarks=said)
 
 
 def _variables(plan: Plan) -> tuple[dict[str, str], list[Action], list[str]]:
