@@ -41,6 +41,9 @@ class RankFolders:
         missing: names of the folders that are not there.
         newest: the last step that any of them has; 0 where there is none.
         committed: that step, by rank, once opened.
+
+    Raises:
+        StoreError: a folder's records cannot be read.
     """
 
     def __init__(self, directory: str | os.PathLike[str], num_ranks: int) -> None:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memwall.errors import OffloadIOError
+from memwall.errors import OffloadIOError, StoreError
 from memwall.store.own_file import open_own
 from memwall.units import format_bytes
 
@@ -22,6 +22,7 @@ __all__ = [
     "OpenScratch",
     "SystemBackend",
     "read_fully",
+    "refused",
     "round_up",
     "write_fully",
 ]
@@ -78,7 +79,7 @@ class SystemBackend:
         """
         fd = open_own(path, is_read_only=is_read_only)
         try:
-            is_direct = _switch_to_direct(fd, lambda file, page, start: os.preadv(file, [page], start))
+            is_direct = _switch_to_direct(fd, _read_if_it_can_be)
         except OSError:
             os.close(fd)
             raise
@@ -186,6 +187,16 @@ def _switch_to_direct(fd: int, attempt: Callable[[int, mmap.mmap, int], int]) ->
     return True
 
 
+def _read_if_it_can_be(fd: int, page: mmap.mmap, start: int) -> int:
+    """Reads a page; one that the disk has lost keeps nobody from what is elsewhere in the file."""
+    try:
+        return os.preadv(fd, [page], start)
+    except OSError as error:
+        if error.errno not in _DISK_FAILS:
+            raise
+        return 0
+
+
 def write_fully(
     backend: SystemBackend, fd: int, data: memoryview, offset: int, *, path: str, label: str, is_kept: bool = False
 ) -> None:
@@ -232,6 +243,33 @@ def _move_fully(
         if not 0 < count <= total - done:
             raise _failure(verb, path, label, offset, total, done, 0, is_kept)
         done += count
+
+
+# Of a device, its driver, or metadata that came back damaged; never of a folder that was chosen badly.
+_DISK_FAILS = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO}
+
+
+def refused(what: str, error: OSError, *, path: str, advice: str, failing: frozenset[int] = frozenset()) -> StoreError:
+    """Returns the error for a call that the system refused: an `OffloadIOError` where the disk fails.
+
+    Args:
+        what: begins the message: what cannot be done where.
+        path: the file or folder.
+        advice: ends the message where the disk is not to blame.
+        failing: further numbers that here mean that the disk fails.
+    """
+    number = error.errno or 0
+    reason = f"{what}: {os.strerror(number)} (errno {number})"
+    if number not in _DISK_FAILS | failing:
+        return StoreError(f"{reason}; {advice}")
+    return OffloadIOError(
+        f"{reason}; the disk or its driver reports an error: look at the kernel log (dmesg)",
+        path=path,
+        offset=0,
+        wanted_bytes=0,
+        got_bytes=0,
+        errno=number,
+    )
 
 
 _ADVICE = {

@@ -4,11 +4,9 @@ A bucket that changes is written elsewhere, so it has two extents at most: the c
 next step is committed, the space of what it replaced is free.
 """
 
-import os
 from collections.abc import Sequence
 
-from memwall.errors import StoreError
-from memwall.store.backend import ALIGNMENT_BYTES, OpenScratch, SystemBackend
+from memwall.store.backend import ALIGNMENT_BYTES, OpenScratch, SystemBackend, refused
 from memwall.store.extents import FreeExtents
 from memwall.store.scratch import ScratchFile, Slot
 
@@ -25,9 +23,11 @@ def open_kept(backend: SystemBackend, path: str, *, is_read_only: bool = False) 
         return backend.open_file(path, is_read_only=is_read_only)
     except OSError as error:
         verb = "read" if is_read_only else "write to"
-        raise StoreError(
-            f"the checkpoint's file {path} cannot be opened: {os.strerror(error.errno or 0)} (errno {error.errno}); "
-            f"give a directory that you may {verb} with --checkpoint DIR"
+        raise refused(
+            f"the checkpoint's file {path} cannot be opened",
+            error,
+            path=path,
+            advice=f"give a directory that you may {verb} with --checkpoint DIR",
         ) from error
 
 

@@ -11,6 +11,7 @@ import threading
 from contextlib import suppress
 
 from memwall.errors import StoreError
+from memwall.store.backend import refused
 from memwall.store.own_file import open_own
 
 __all__ = ["DirectoryLock"]
@@ -49,9 +50,11 @@ class DirectoryLock:
                 self._fd = open_own(self._key, is_read_only=is_read_only)
             except OSError as error:
                 verb = "read" if is_read_only else "write to"
-                raise StoreError(
-                    f"--checkpoint {directory}: {_NAME} cannot be opened there: {os.strerror(error.errno or 0)} "
-                    f"(errno {error.errno}); give a directory that you may {verb}"
+                raise refused(
+                    f"--checkpoint {directory}: {_NAME} cannot be opened there",
+                    error,
+                    path=self._key,
+                    advice=f"give a directory that you may {verb}",
                 ) from error
             try:
                 self._take()

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from memwall.errors import OffloadIOError, StoreError
-from memwall.store.backend import ALIGNMENT_BYTES, SystemBackend, read_fully, write_fully
+from memwall.store.backend import ALIGNMENT_BYTES, SystemBackend, read_fully, refused, write_fully
 from memwall.store.closing import Closing
 from memwall.store.commit_format import (
     COMMIT_BYTES,
@@ -91,9 +91,11 @@ class Journal(Closing):
             try:
                 os.makedirs(self.directory, exist_ok=True)
             except OSError as error:
-                raise StoreError(
-                    f"--checkpoint {self.directory}: this directory cannot be made: {os.strerror(error.errno or 0)}; "
-                    "give another one"
+                raise refused(
+                    f"--checkpoint {self.directory}: this directory cannot be made",
+                    error,
+                    path=self.directory,
+                    advice="give another one",
                 ) from error
         self._backend = backend if backend is not None else SystemBackend()
         self._lock = DirectoryLock(self.directory, is_read_only=is_read_only)
@@ -305,17 +307,15 @@ class Journal(Closing):
                     "from a copy, or begin anew with another --checkpoint DIR"
                 )
             return None
-        pages = blank_pages(COMMIT_BYTES)
-        read_fully(self._backend, self._fd, pages, 0, path=self._commit_path, label="the commit records", is_kept=True)
-        blocks = [bytes(pages[start : start + ALIGNMENT_BYTES]) for start in range(0, COMMIT_BYTES, ALIGNMENT_BYTES)]
-        records = [decode_record(block) for block in blocks[1:]]
-        if all(map(is_blank, blocks[1:])) and not has_data:
+        blocks, problems, is_failing = self._blocks()
+        records = [None if block is None else decode_record(block) for block in blocks[1:]]
+        if not has_data and all(block is not None and is_blank(block) for block in blocks[1:]):
             return None  # killed while the directory was made: the data file grows after that only
-        self._superblock = superblock = decode_superblock(blocks[0], self._commit_path)
-        problems = [
+        self._superblock = superblock = decode_superblock(blocks[0] or b"", self._commit_path)
+        problems += [
             f"the commit record at byte {ALIGNMENT_BYTES * (number + 1)} of {self._commit_path} is damaged"
             for number, (record, block) in enumerate(zip(records, blocks[1:], strict=True))
-            if (record is None or record.run_id != superblock.run_id) and not is_blank(block)
+            if block is not None and not is_blank(block) and (record is None or record.run_id != superblock.run_id)
         ]
         self._block_bytes = superblock.block_bytes
         good = [record for record in records if record is not None and record.run_id == superblock.run_id]
@@ -325,16 +325,44 @@ class Journal(Closing):
                 found = verified(self.data, record, block_bytes=self._block_bytes)
             except StoreError as error:
                 problems.append(f"step {record.step}: {error}")
+                is_failing |= isinstance(error, OffloadIOError) and error.errno > 0
                 continue
             for problem in problems:
                 _log.warning("%s; continuing from step %d, which is whole", problem, found.step)
             return found
         if problems:
-            raise StoreError(
+            said = (
                 f"no step can be recovered from {self.directory}: {'; '.join(problems)}; restore its files from a "
                 "copy, or begin anew with another --checkpoint DIR"
             )
+            if is_failing:
+                raise OffloadIOError(said, path=self.directory, offset=0, wanted_bytes=0, got_bytes=0, errno=errno.EIO)
+            raise StoreError(said)
         return None
+
+    def _blocks(self) -> tuple[list[bytes | None], list[str], bool]:
+        """Reads the commit file's blocks one by one, so that one that the disk has lost takes no other with it.
+
+        Returns:
+            The blocks, None for a record that cannot be read; the reasons; whether there are any.
+
+        Raises:
+            OffloadIOError: the first block cannot be read.
+        """
+        blocks: list[bytes | None] = []
+        problems: list[str] = []
+        for offset in range(0, COMMIT_BYTES, ALIGNMENT_BYTES):
+            page, label = blank_pages(ALIGNMENT_BYTES), "a commit record" if offset else "the first block"
+            try:
+                read_fully(self._backend, self._fd, page, offset, path=self._commit_path, label=label, is_kept=True)
+            except OffloadIOError as error:
+                if not offset:
+                    raise
+                blocks.append(None)
+                problems.append(str(error))
+            else:
+                blocks.append(bytes(page))
+        return blocks, problems, bool(problems)
 
     def close(self) -> None:
         """Ends the threads, close the files, and let the next run in."""
@@ -352,12 +380,21 @@ def is_begun(directory: str) -> bool:
 
 
 def recorded_steps(directory: str) -> tuple[int, ...]:
-    """Returns the steps that a directory's records name, newest first: nothing is verified, locked or changed."""
+    """Returns the steps that a directory's records name, newest first: nothing is verified, locked or changed.
+
+    Raises:
+        StoreError: there are records, and they cannot be read; to take them for none would lose what they name.
+    """
+    path = os.path.join(directory, COMMIT_NAME)
     try:
-        with open(os.path.join(directory, COMMIT_NAME), "rb") as file:
+        with open(path, "rb") as file:
             pages = file.read(COMMIT_BYTES)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return ()
+    except OSError as error:
+        raise refused(
+            f"the commit records in {path} cannot be read", error, path=path, advice="have this user read them"
+        ) from error
     blocks = [pages[start : start + ALIGNMENT_BYTES] for start in range(ALIGNMENT_BYTES, COMMIT_BYTES, ALIGNMENT_BYTES)]
     records = [decode_record(block) for block in blocks if len(block) == ALIGNMENT_BYTES]
     return tuple(sorted((record.step for record in records if record is not None), reverse=True))

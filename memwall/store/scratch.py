@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass, field
 
 from memwall.errors import StoreError
-from memwall.store.backend import OpenScratch, SystemBackend, read_fully, round_up, write_fully
+from memwall.store.backend import OpenScratch, SystemBackend, read_fully, refused, round_up, write_fully
 from memwall.store.closing import Closing
 from memwall.store.extents import FreeExtents
 from memwall.store.page_map import PageMap
@@ -75,9 +75,11 @@ class ScratchFile(Closing):
         try:
             return self._backend.open_scratch(self.path)
         except OSError as error:
-            raise StoreError(
-                f"no scratch file can be created in {self.path}: {os.strerror(error.errno or 0)} "
-                f"(errno {error.errno}); give a writable directory on a local disk with --disk DIR"
+            raise refused(
+                f"no scratch file can be created in {self.path}",
+                error,
+                path=self.path,
+                advice="give a writable directory on a local disk with --disk DIR",
             ) from error
 
     @property
@@ -219,9 +221,12 @@ class ScratchFile(Closing):
                 f"{format_bytes(needed_bytes)}: a file size limit is in force; raise it (ulimit -f unlimited)"
             )
         if error.errno not in _OUT_OF_SPACE:
-            return StoreError(
-                f"{format_bytes(needed_bytes)} could not be reserved in {self.path}: "
-                f"{os.strerror(error.errno or 0)} (errno {error.errno}); give another directory with {self.option} DIR"
+            return refused(
+                f"{format_bytes(needed_bytes)} could not be reserved in {self.path}",
+                error,
+                path=self.path,
+                advice=f"give another directory with {self.option} DIR",
+                failing=frozenset({errno.EROFS}),  # it could be written to when the file was opened
             )
         try:
             free_text = format_bytes(self._backend.free_bytes(self.path))

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from journals import PAGE, commit_steps, found_step, put, refusal
+from journals import PAGE, commit_steps, found_step, get, put, refusal
 
 from memwall.errors import OffloadIOError, StoreError
 from memwall.store.backend import SystemBackend
 from memwall.store.commit_format import FORMAT_VERSION, Superblock, digest_of, encode_superblock
 from memwall.store.data_file import DataFile
-from memwall.store.journal import Journal
+from memwall.store.journal import Journal, recorded_steps
 from memwall.store.scratch import Slot
 
 
@@ -155,6 +155,80 @@ def test_records_of_another_run_are_not_taken_for_this_ones(store: Path, tmp_pat
         file.seek(2 * PAGE)
         file.write(other[2 * PAGE :])
     assert found_step(store) == 2
+
+
+class Unreadable(SystemBackend):
+    """Has lost ranges of bytes of files: reads of them fail with EIO."""
+
+    def __init__(self, *lost: tuple[Path, int]) -> None:
+        self.lost = lost
+
+    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if any(path == file and offset <= at < offset + len(buffer) for file, at in self.lost):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().pread(fd, buffer, offset)
+
+
+@pytest.mark.parametrize(("offset", "step"), [(PAGE, 3), (2 * PAGE, 2)])
+def test_a_record_that_the_disk_has_lost_takes_the_other_one_not_with_it(
+    store: Path, offset: int, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = store / "memwall.commit"
+    with Journal(store, backend=Unreadable((path, offset))) as journal:
+        assert journal.last is not None
+        assert journal.last.step == step
+    assert f"reading a commit record in {path} failed at byte {offset}" in caplog.text
+    assert f"continuing from step {step}, which is whole" in caplog.text
+
+
+def test_a_first_page_that_the_disk_has_lost_keeps_no_step_elsewhere_from_being_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Journal(tmp_path, block_bytes=PAGE) as journal:
+        journal.begin(b"0123456789abcdef")
+        for step in (1, 2):  # step 1 begins at byte 0
+            journal.commit(step, [put(journal, step)], b"")
+    real = os.preadv
+
+    def fails(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset == 0 and os.readlink(f"/proc/self/fd/{fd}").endswith("memwall.data"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with Journal(tmp_path) as journal:
+        assert journal.last is not None
+        assert journal.last.step == 2
+        assert get(journal, journal.last.buckets[0]) == {2}
+
+
+def test_a_disk_that_has_lost_every_step_is_no_bad_input(store: Path) -> None:
+    commit, data = store / "memwall.commit", store / "memwall.data"
+    shared = extents(store)["bucket 1"].offset
+    for lost in (
+        [(commit, 0)],
+        [(commit, PAGE), (commit, 2 * PAGE)],
+        [(data, shared)],
+        [(commit, PAGE), (data, shared)],
+    ):
+        with pytest.raises(OffloadIOError) as caught:
+            Journal(store, backend=Unreadable(*lost))
+        assert (caught.value.exit_status, caught.value.errno) == (6, errno.EIO)
+        assert "Input/output error" in str(caught.value)
+    assert found_step(store) == 3
+
+
+def test_records_that_cannot_be_read_are_not_taken_for_none(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recorded_steps(os.fspath(store)) == (3, 2)
+    assert recorded_steps(os.fspath(store / "nowhere")) == ()
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("builtins.open", fails)
+    with pytest.raises(OffloadIOError, match="cannot be read: Input/output error"):
+        recorded_steps(os.fspath(store))
 
 
 class Failing(SystemBackend):

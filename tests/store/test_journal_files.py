@@ -145,3 +145,39 @@ def test_a_file_that_was_deleted_or_replaced_is_noticed_at_the_next_commit(store
         (store.parent / "other" / name).write_bytes(b"")
         with pytest.raises(OffloadIOError, match=f"{name} is gone"):
             journal.commit(1, [put(journal, 1)], b"1")
+
+
+@pytest.mark.parametrize("name", ["memwall.lock", "memwall.commit", "memwall.data"])
+def test_a_disk_that_fails_when_a_file_is_opened_is_no_bad_input(
+    store: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = os.open
+
+    def fails(path: str, *args: int, **options: int) -> int:
+        if os.fspath(path).endswith(name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", fails)
+        with pytest.raises(OffloadIOError) as caught:
+            Journal(store)
+    assert (caught.value.exit_status, caught.value.errno) == (6, errno.EIO)
+    assert name in str(caught.value)
+    assert str(caught.value).endswith(
+        "cannot be opened"
+        + (" there" if name == "memwall.lock" else "")
+        + ": Input/output error (errno 5); the disk or its driver reports an error: look at the kernel log (dmesg)"
+    )
+    assert found_step(store) == 3
+
+
+def test_a_disk_that_fails_when_the_directory_is_made_is_no_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "makedirs", fails)
+    with pytest.raises(OffloadIOError, match="this directory cannot be made: Input/output error"):
+        Journal(tmp_path / "run")
