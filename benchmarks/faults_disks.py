@@ -12,17 +12,21 @@ from pathlib import Path
 
 from faults_instants import Instant
 from faults_runs import NUM_STEPS, Ended, Forked, by_run, left_alone
+from faults_small_disk import SmallDisk, small_disk
+from plans import resumable_on_disk
 
 __all__ = ["file_systems"]
 
-_STEPS, _SEEDS = 150, 10
+_STEPS, _SEEDS, _CUTS = 150, 10, 25
+_BYTES_TO_CUT = 144 << 20
 
 
 def file_systems(folder: Path) -> Iterator[Instant]:
     """Yields instants of each kind of fault; each on a small ext4 of its own, in a loop device.
 
-    What is committed on the broken file system is carried on from a copy of it, on one that works. And each call that
-    writes to a checkpoint's folder fails once with EIO, as do all after it; these calls only say so, the disk is whole.
+    What is committed on the broken file system is carried on from a copy of it, on one that works. EIO is the kernel's
+    own, of a device that has lost blocks. Which call of a run it meets is left to chance, so that, beside it, each call
+    that writes to a checkpoint's folder fails once, as do all after it; these only say EIO, the disk is whole.
     """
     if os.geteuid():
         raise SystemExit("file-systems: only root mounts")
@@ -31,7 +35,72 @@ def file_systems(folder: Path) -> Iterator[Instant]:
     for kind, harm in (("full", _fill), ("read-only", _stop_writing), ("slow", _slow)):
         for seed in range(_SEEDS):
             yield Instant(f"{kind} {seed}", (kind,), partial(_on_a_small_disk, folder, train, harm, seed, plain))
+    yield from _cuts(folder, train, plain)
     yield from _failing_writes(folder / "writes")
+
+
+def _cuts(folder: Path, train: Callable[[Path, Callable[[], None]], str], plain: Ended) -> Iterator[Instant]:
+    """Yields runs whose device loses blocks: those of the checkpoint, or those of parameters and state as well."""
+    (folder / "plan.json").write_bytes(resumable_on_disk().encode())
+    on_disk = partial(_with_scratch, folder / "plan.json")
+    for name, way in (("checkpoint", train), ("parameters, state and checkpoint", on_disk)):
+        names = (f"EIO; {name}", f"EIO; {name}; --resume there")
+        for seed in range(_CUTS):
+            yield Instant(f"EIO {name} {seed}", names, partial(_on_a_cut_disk, folder, way, train, seed, plain))
+
+
+def _with_scratch(plan: Path, home: Path, arm: Callable[[], None]) -> str:
+    return by_run(home, arm, "--plan", str(plan), "--disk", str(home / "scratch"), num_steps=_STEPS)
+
+
+def _on_a_cut_disk(
+    folder: Path,
+    way: Callable[[Path, Callable[[], None]], str],
+    train: Callable[[Path, Callable[[], None]], str],
+    seed: int,
+    plain: Ended,
+) -> Iterator[tuple[str, str]]:
+    """Harms a run, goes on from what can be read of its checkpoint, and then on the broken disk itself."""
+    copy = folder / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    with small_disk(folder, _BYTES_TO_CUT) as disk:
+        ended = _harmed(disk, way, partial(_cut, random.Random(seed)), seed)
+        if ended is None:
+            yield from [("hangs", "")] * 2
+            return
+        is_whole = disk.rescue(copy / "kept")
+        yield _from_what_is_left(copy, train, ended, plain, is_whole=is_whole)
+        there = Forked(disk.beside, way).ended(180)
+    if there is None:
+        yield "hangs", ""
+    else:  # of a file system that the kernel has made read-only a later process does not know why
+        yield _outcome(there, plain, (2, 6) if "read-only" in there.said.lower() else (6,)), there.said
+
+
+def _from_what_is_left(
+    copy: Path, train: Callable[[Path, Callable[[], None]], str], ended: Ended, plain: Ended, *, is_whole: bool
+) -> tuple[str, str]:
+    """Goes on on a disk that works: to the same end where each block could be read, else that or one clear error."""
+    resumed = Forked(copy, train).ended()
+    if resumed is None:
+        return "hangs when resumed", ended.said
+    after = _outcome(resumed, plain, (2, 6))
+    if after == "identical" or (after == "one clear error" and not is_whole):
+        return _outcome(ended, plain, (6,)), ended.said
+    return f"{after} when resumed from what is {'' if is_whole else 'not '}whole", ended.said + resumed.said
+
+
+def _outcome(ended: Ended, plain: Ended, statuses: tuple[int, ...]) -> str:
+    if ended.digest:
+        return "identical" if ended.digest == plain.digest else "different"
+    return _judged(ended, statuses)
+
+
+def _cut(draw: random.Random, disk: SmallDisk) -> None:
+    """Cuts the device off where a file of the run has blocks, or, every third time, anywhere."""
+    ranges = [blocks for path in disk.files() for blocks in disk.blocks_of(path)] if draw.random() < 2 / 3 else []
+    blocks = draw.choice(ranges) if ranges else range(_BYTES_TO_CUT // 16, _BYTES_TO_CUT)
+    disk.cut(draw.choice(blocks) // 512 * 512)
 
 
 def _failing_writes(home: Path) -> Iterator[Instant]:
@@ -62,41 +131,34 @@ def _failed(home: Path, number: int, plain: Ended) -> list[tuple[str, str]]:
 def _on_a_small_disk(
     folder: Path,
     train: Callable[[Path, Callable[[], None]], str],
-    harm: Callable[[Path], None],
+    harm: Callable[[SmallDisk], None],
     seed: int,
     plain: Ended,
 ) -> list[tuple[str, str]]:
-    image, mount = folder / "disk.img", folder / "disk"
-    mount.mkdir(exist_ok=True)
-    subprocess.run(["truncate", "-s", "48M", image], check=True)
-    subprocess.run(["mkfs.ext4", "-q", "-F", "-E", "nodiscard", image], check=True)
-    subprocess.run(["mount", "-o", "loop", image, mount], check=True)
-    home = mount / "run"
-    home.mkdir()
-    own = folder / "beside"
-    shutil.rmtree(own, ignore_errors=True)
-    own.mkdir()
-    (own / "kept").symlink_to(home)
-    try:
-        run = Forked(own, train)
-        steps = seed * random.Random(seed).randint(1, 12)  # the first before anything is committed
-        deadline = time.monotonic() + 60
-        while run.printed().count("step ") < steps and time.monotonic() < deadline and not run.is_over():
-            time.sleep(0.002)
-        harm(mount)
-        ended = run.ended(180)
+    with small_disk(folder, 48 << 20) as disk:
+        ended = _harmed(disk, train, harm, seed)
         if ended is None:
             return [("hangs", "")]
         copy = folder / "copy"
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir()
-        shutil.copytree(home, copy / "kept")
-    finally:
-        subprocess.run(["umount", "-l", mount], check=True)
-        image.unlink()
+        shutil.copytree(disk.mount / "run", copy / "kept")
     if ended.digest:
         return [("identical" if ended.digest == plain.digest else "different", ended.said)]
     return [_resumed(copy, train, ended, plain)]
+
+
+def _harmed(
+    disk: SmallDisk, train: Callable[[Path, Callable[[], None]], str], harm: Callable[[SmallDisk], None], seed: int
+) -> Ended | None:
+    """Trains with a small disk, which is harmed after some steps; the first time before anything is committed."""
+    run = Forked(disk.beside, train)
+    steps = seed * random.Random(seed).randint(1, 12)
+    deadline = time.monotonic() + 60
+    while run.printed().count("step ") < steps and time.monotonic() < deadline and not run.is_over():
+        time.sleep(0.002)
+    harm(disk)
+    return run.ended(180)
 
 
 def _resumed(
@@ -106,14 +168,19 @@ def _resumed(
     resumed = Forked(home, train).ended()
     if resumed is None or resumed.digest != plain.digest:
         return "different when resumed", ended.said + ("" if resumed is None else resumed.said)
+    return _judged(ended, (2, 6)), ended.said
+
+
+def _judged(ended: Ended, statuses: tuple[int, ...]) -> str:
+    """Tells whether a run's last words are memwall's own, with the exit status of what happened."""
     last = ended.said[ended.said.rfind("\nmemwall: ") + 1 :]
-    is_clear = ended.status in (2, 6) and last.startswith("memwall: ") and "Traceback" not in last
-    return "one clear error" if is_clear else f"unclear: status {ended.status}", ended.said
+    is_clear = ended.status in statuses and last.startswith("memwall: ") and "Traceback" not in last
+    return "one clear error" if is_clear else f"unclear: status {ended.status}"
 
 
-def _fill(mount: Path) -> None:
+def _fill(disk: SmallDisk) -> None:
     """Takes all the room there is."""
-    with (mount / "filler").open("wb", buffering=0) as file:
+    with (disk.mount / "filler").open("wb", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(1 << 16))
@@ -121,15 +188,15 @@ def _fill(mount: Path) -> None:
             return
 
 
-def _stop_writing(mount: Path) -> None:
+def _stop_writing(disk: SmallDisk) -> None:
     """Has the file system stop writing, as the kernel does after an error of the device."""
-    subprocess.run(["mount", "-o", "remount,abort", mount], check=False, capture_output=True)
+    subprocess.run(["mount", "-o", "remount,abort", disk.mount], check=False, capture_output=True)
 
 
-def _slow(mount: Path) -> None:
+def _slow(disk: SmallDisk) -> None:
     """Keeps the disk busy with synced writes for a while."""
     deadline = time.monotonic() + 3
-    with (mount / "filler").open("wb", buffering=0) as file:
+    with (disk.mount / "filler").open("wb", buffering=0) as file:
         while time.monotonic() < deadline:
             file.write(bytes(1 << 20))
             os.fsync(file.fileno())

@@ -255,6 +255,7 @@ class Forked:
         self, folder: Path, train: Callable[[Path, Callable[[], None]], str], fail: tuple[int, int] = (-1, -1)
     ) -> None:
         self._folder = folder
+        self._status: int | None = None
         for name in ("result.txt", "said.txt", "printed.txt"):
             (folder / name).unlink(missing_ok=True)
         self.process_id = os.fork()
@@ -288,11 +289,11 @@ class Forked:
         return self._text("printed.txt")
 
     def is_over(self) -> bool:
-        """Tells whether it has ended; what is to be known of it is `ended`'s from then on."""
-        done, status = os.waitpid(self.process_id, os.WNOHANG)
-        if done:
-            self._status = os.waitstatus_to_exitcode(status)
-        return bool(done)
+        """Tells whether it has ended."""
+        if self._status is None:
+            done, status = os.waitpid(self.process_id, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if done else None
+        return self._status is not None
 
     def ended(self, seconds: float = 120.0) -> Ended | None:
         """Waits for its end; None, and it is killed, where it takes longer."""
@@ -305,7 +306,7 @@ class Forked:
             time.sleep(0.005)
         result = self._text("result.txt") or " 0"
         digest, count = result.split(" ")
-        return Ended(self._status, digest, self._text("said.txt")[-8000:], int(count))
+        return Ended(self._status or 0, digest, self._text("said.txt")[-8000:], int(count))
 
     def _text(self, name: str) -> str:
         """Returns what a file has; "" where the process has ended before it had made it."""
