@@ -8,6 +8,7 @@ Of a module that was compiled in place the compiler would trace hooks and forwar
 the compiled call (`compiled_call`).
 """
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -21,9 +22,10 @@ from memwall.patches import Patch, Patches
 from memwall.torch_internals.compiler import compiled_form
 from memwall.trace.compiled_call import CompiledCall
 
-__all__ = ["attach_hook", "forward_of", "wrap_forward"]
+__all__ = ["attach_hook", "call_where_forward_is_called", "forward_of", "has_hooks", "wrap_forward"]
 
 _ASKED = "__getstate__"
+_TABLES_OF_CALLS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def attach_hook(register: Callable[..., RemovableHandle], hook: Callable[..., Any], **options: Any) -> Patch:
@@ -53,7 +55,8 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     """Returns what a call of the module runs after its hooks: its forward, or what was compiled in place."""
     if compiled_form(module) == "in place":
         return CompiledCall.run_of(module)
-    return module.forward
+    routed = vars(module).get("forward")
+    return routed.__wrapped__ if isinstance(routed, _Routed) else module.forward
 
 
 def wrap_forward(module: nn.Module, run: Callable[..., Any], name: str) -> Callable[[], None]:
@@ -67,10 +70,15 @@ def wrap_forward(module: nn.Module, run: Callable[..., Any], name: str) -> Calla
     """
     if compiled_form(module) == "in place":
         return CompiledCall.before(module).wrap(run, why=_purpose_of(run))
-    forward = _Forward(module.forward, run, was_own="forward" in module.__dict__)
+    own = vars(module).get("forward")
     patches = Patches(_purpose_of(run))
     try:
-        forward.patch = patches.replace(module, "forward", forward)
+        if isinstance(own, _Routed):  # what is wrapped lies within the call, and has the hooks before it
+            forward = _Forward(own.__wrapped__, run, was_own=own.was_own)
+            forward.patch = patches.replace(own, "__wrapped__", forward)
+        else:
+            forward = _Forward(module.forward, run, was_own=own is not None)
+            forward.patch = patches.replace(module, "forward", forward)
     except Exception as error:
         raise ApplyError(f"the forward of '{name}' ({type(module).__name__}) cannot be wrapped: {error}") from error
     _hide(module)
@@ -80,6 +88,30 @@ def wrap_forward(module: nn.Module, run: Callable[..., Any], name: str) -> Calla
         _show(module)
 
     return undo
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Tells whether calls of a module run hooks that are not memwall's."""
+    tables = (vars(module).get(name, {}) for name in _TABLES_OF_CALLS)
+    return any(not isinstance(hook, _Hook) for hooks in tables for hook in hooks.values())
+
+
+def call_where_forward_is_called(module: nn.Module) -> Patch:
+    """Has `module.forward(x)` run what `module(x)` runs, so that hooks hear of it; copies have the original.
+
+    Nothing else changes as long as nobody but memwall has hooks there: then its forward is called alone, as it was.
+    """
+    forward = _Routed(module)
+    patches = Patches("has hooks called in a loop that calls a model's forward itself")
+    forward.patch = patches.replace(module, "forward", forward)
+    patches.push(attach_hook(module.register_forward_pre_hook, forward.enter))
+    _hide(module)
+
+    def undo() -> None:
+        patches.undo()
+        _show(module)
+
+    return Patch("forward", f"{type(module).__name__}.forward", why=_purpose_of(forward.enter), undo=undo, owner=module)
 
 
 def _purpose_of(function: Callable[..., Any]) -> str:
@@ -112,6 +144,26 @@ class _Forward:
         if is_over or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
         return self._run(self.__wrapped__, *args, **kwargs)
+
+
+class _Routed(_Forward):
+    """Stands outermost: what is wrapped later comes between it and the module's own forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.forward, self._run_call, was_own="forward" in vars(module))
+        self._module = weakref.ref(module)
+        self._is_entered = False
+
+    def enter(self, *_: Any) -> None:
+        """Notes, from the hook before it, that the forward that comes next is that of a call."""
+        self._is_entered = True
+
+    def _run_call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_entered, self._is_entered = self._is_entered, False
+        module = self._module()
+        if is_entered or module is None or has_hooks(module):
+            return original(*args, **kwargs)
+        return module(*args, **kwargs)
 
 
 def _hide(module: nn.Module) -> None:

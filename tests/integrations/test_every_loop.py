@@ -91,6 +91,22 @@ for _ in range(4):
     optimizer.step()
     optimizer.zero_grad()
 """,
+    "layers that train themselves by their forwards": """
+class Layer(nn.Linear):
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+    def forward(self, x):
+        return torch.relu(torch.mm(x / (x.norm(2, 1, keepdim=True) + 1e-4), self.weight.T) + self.bias)
+models = [Layer(4, 64), Layer(64, 64)]
+data = torch.randn(32, 4)
+for layer in models:
+    for _ in range(3):
+        (layer.forward(data).square().mean() - layer.forward(-data).square().mean()).backward()
+        layer.optimizer.step()
+        layer.optimizer.zero_grad()
+    data = layer.forward(data).detach()
+""",
     "a second stage": """
 models = [network(4, 4), network(4, 4)]
 for model in models:

@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from memwall.checkpoint.reachable import reachable
 from memwall.errors import MemwallError
+from memwall.integrations.scripts.forward_calls import ForwardCalls
 from memwall.integrations.scripts.trained_models import as_one, optimizers_alive, trained_with
 from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node
@@ -49,6 +50,7 @@ class ScriptWatch:
         """Models that were taken for gone, and those of them that were called again."""
         self._running = 0
         """The model that is being called."""
+        self._forwards = ForwardCalls()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -63,6 +65,7 @@ class ScriptWatch:
 
     def before_forward(self, module: nn.Module, _: Any = None) -> None:
         """Looks at a call: of a model that is known, of a part of one, or of something new."""
+        self._forwards.called(module)
         if torch.compiler.is_compiling():
             return  # within compiled code, whose module was looked at
         if self._is_inherited:
@@ -84,6 +87,7 @@ class ScriptWatch:
 
     def listen(self, patches: Patches) -> None:
         """Looks at every call of a module from now on."""
+        self._forwards.listen(patches)
         patches.hook(register_module_forward_pre_hook, self.before_forward)
         patches.hook(register_module_forward_hook, self.after_forward, always_call=True)
 
