@@ -106,6 +106,17 @@ class Process(Protocol):
         """Says what the forecast leaves out, for a person."""
 
 
+def budget_for(process_bytes: int, base_bytes: int) -> int:
+    """Returns the smallest budget that leaves room for the margin of a step in a process.
+
+    Args:
+        process_bytes: what the process is foreseen to hold in the step.
+        base_bytes: what it holds before.
+    """
+    least_bytes = base_bytes + math.ceil((process_bytes - base_bytes) / (1 - _MARGIN_SHARE)) + 1
+    return max(process_bytes + _LEAST_MARGIN_BYTES, least_bytes)
+
+
 class ProcessModel(Process):
     """Forecasts steps in the process that a trace was recorded in."""
 
@@ -156,10 +167,7 @@ class ProcessModel(Process):
         return max(int((process_bytes - self.base_bytes) * _MARGIN_SHARE), _LEAST_MARGIN_BYTES)
 
     def budget_for(self, process_bytes: int) -> int:
-        return max(
-            process_bytes + _LEAST_MARGIN_BYTES,
-            self.base_bytes + math.ceil((process_bytes - self.base_bytes) / (1 - _MARGIN_SHARE)) + 1,
-        )
+        return budget_for(process_bytes, self.base_bytes)
 
     def reserved_bytes(self, process_bytes: int) -> int | None:
         """Nothing is told apart."""

@@ -175,8 +175,8 @@ class StepBorders:
             if not self.is_transformed:
                 self.is_transformed = True
                 _log.warning(
-                    "gradients are computed by torch.func, which allows no hooks on saved tensors: such steps run as "
-                    "without memwall, and may pass the budget; use loss.backward() to have them planned"
+                    "gradients are computed by torch.func, which allows no hooks on saved tensors: no plan makes "
+                    "such steps smaller; use loss.backward() to have them planned"
                 )
             return
         is_another = torch.is_grad_enabled() and self.begins_step(model)

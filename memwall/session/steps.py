@@ -20,6 +20,7 @@ from memwall.session.stages import Stages
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_clock import StepClock
 from memwall.session.turns import FirstTurns
+from memwall.session.unseen_steps import UnseenSteps
 from memwall.session.watch.budget_watch import BudgetWatch, place_of
 from memwall.session.watch.growth import GrowthWatch
 from memwall.session.watch.room import RoomBetweenSteps
@@ -67,6 +68,7 @@ class Steps:
         )
         self._num_planned_for = 0
         """Optimizers that had stepped when the plan was made."""
+        self._unseen = UnseenSteps(self.measured, lambda: self.live.budget_bytes, self.live.in_effect.allocator)
         self._stages, self._first_turns = Stages(), FirstTurns()
         self._is_outgrown = False
         """Whether the loop trains other models than the trace and the plan are of."""
@@ -191,7 +193,7 @@ class Steps:
         self.state = "recorded"
 
     def before_forward(self) -> None:
-        """Raises again what ended the run."""
+        """Raises again what ended the run, or ends one whose steps no hook sees, and that pass the budget."""
         if self.state == "waiting":  # what comes first may be an evaluation
             self.measured.begin_run(self.borders.attached_model)
         self._watch.start(self.live.budget_bytes)
@@ -200,6 +202,12 @@ class Steps:
         if self.failure is not None:
             self._tell_others()
             raise self.failure.without_frames()
+        if self.state == "waiting":
+            try:
+                self._unseen.forward_begins(self.borders.attached_model)
+            except MemwallError as error:
+                self.failure = error.without_frames()
+                raise
 
     def evaluation_begins(self) -> None:
         """Ends the step, so that it is not recorded with an evaluation, and frees what the step has left."""

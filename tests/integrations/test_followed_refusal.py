@@ -41,6 +41,19 @@ for step in range(3):
     optimizer.step()
 """
 
+_BY_TORCH_FUNC = """
+import torch
+from torch import nn
+from torch.func import functional_call, grad
+model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(512, 512), nn.ReLU())], nn.Linear(512, 10))
+weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+def loss_of(weights, data, labels):
+    return nn.functional.cross_entropy(functional_call(model, weights, data), labels)
+for _ in range(4):
+    gradients = grad(loss_of)(weights, torch.randn(2048, 512), torch.randint(10, (2048,)))
+    weights = {name: value - 0.1 * gradients[name] for name, value in weights.items()}
+"""
+
 
 def run_under(budget: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     arguments = ("-m", "memwall", "run", "--budget", budget, "--report", "run.json", "train.py")
@@ -57,3 +70,14 @@ def test_the_budget_that_a_refusal_names_is_kept(name: str, tmp_path: Path) -> N
     followed = run_under(named.group(1), tmp_path)
     assert followed.returncode == 0, followed.stderr
     assert json.loads((tmp_path / "run.json").read_text())["within_budget"]
+
+
+def test_so_is_that_of_steps_by_torch_func_that_no_plan_makes_smaller(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_BY_TORCH_FUNC)
+    refused = run_under("64MiB", tmp_path)
+    assert refused.returncode == 3, refused.stderr
+    named = re.search(r"the smallest feasible one is (.+?),", refused.stderr)
+    assert named is not None, refused.stderr
+    followed = run_under(named.group(1), tmp_path)
+    assert followed.returncode == 0, followed.stderr
+    assert "within the budget" in followed.stderr

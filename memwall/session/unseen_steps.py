@@ -1,0 +1,91 @@
+"""Steps whose gradients torch.func computes: no hook sees what they save, so no plan makes them smaller.
+
+What they free is returned before the budget is passed. Whether that is enough shows once the first of them is over:
+then the run goes on, or is refused with a budget that has room for such steps.
+"""
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from memwall.apply.memory.allocator import AllocatorHandler
+from memwall.errors import InfeasibleError
+from memwall.machine.meter import process_bytes
+from memwall.predict.process import budget_for
+from memwall.session.measurements import Measurements
+from memwall.torch_internals.autograd import execution_is_transformed
+from memwall.units import format_bytes
+
+__all__ = ["UnseenSteps"]
+
+_NUM_LOOKED_AT = 3
+"""Steps after which a run is not refused any more: it has trained for some time, and its end says what it held."""
+_LEFT_BYTES = 16 << 20
+"""Bytes below the budget at which free pages are returned: a process grows elsewhere, too."""
+_COPIES = 2
+"""Times the parameters' bytes that a later step may hold beside what the first one did: its gradients, and the
+parameters that a loop makes anew while the old ones are there."""
+
+
+class UnseenSteps:
+    """Looks at each forward of a run in which nothing was recorded yet.
+
+    Args:
+        budget_bytes: returns what was asked for.
+        allocator: the session's.
+    """
+
+    def __init__(self, measured: Measurements, budget_bytes: Callable[[], int], allocator: AllocatorHandler) -> None:
+        self._measured, self._budget_bytes, self._allocator = measured, budget_bytes, allocator
+        self._given: weakref.ref[Tensor] | None = None
+        """A parameter as the transform has made it for itself: it is gone when that has returned its gradients."""
+        self._base_bytes = self._num_steps = 0
+
+    def forward_begins(self, model: nn.Module) -> None:
+        """Judges the step before, if there was one and it is over.
+
+        Raises:
+            InfeasibleError: it has passed the budget.
+        """
+        if not torch.is_grad_enabled() or not execution_is_transformed() or self._measured.meter.device != "cpu":
+            return
+        self._hold_heap()
+        given = next(model.parameters(), None)
+        if given is None or isinstance(given, nn.Parameter):
+            return  # the gradients are those of something else
+        if self._given is None:
+            self._base_bytes = process_bytes()
+        elif self._given() is not None:
+            return  # a further forward of the same step
+        elif self._num_steps < _NUM_LOOKED_AT:
+            self._num_steps += 1
+            self._judge(sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()))
+        self._given = weakref.ref(given)
+
+    def _hold_heap(self) -> None:
+        """Has free pages go back to the system, which malloc keeps: with them a run grows for several steps."""
+        budget_bytes = self._budget_bytes()
+        if budget_bytes and self._allocator.policy is None:
+            self._allocator.apply_tight(max(1, budget_bytes - _LEFT_BYTES))
+        self._allocator.hold_limit()
+
+    def _judge(self, parameter_bytes: int) -> None:
+        budget_bytes, held_bytes = self._budget_bytes(), self._measured.meter.peak_bytes()
+        if not 0 < budget_bytes < held_bytes:
+            return
+        smallest_bytes = budget_for(held_bytes + _COPIES * parameter_bytes, self._base_bytes)
+        raise InfeasibleError(
+            f"the budget of {format_bytes(budget_bytes, rounding='down')} cannot be met: the smallest feasible one is "
+            f"{format_bytes(smallest_bytes, rounding='up')}, "
+            f"{format_bytes(smallest_bytes - budget_bytes, rounding='up')} more\n"
+            f"of that, {format_bytes(self._base_bytes)} are the process before the step, "
+            f"{format_bytes(parameter_bytes)} parameters\n"
+            "gradients are computed by torch.func, which allows no hooks on saved tensors: no plan makes such steps "
+            "smaller\n"
+            "  - compute them by loss.backward()\n"
+            "  - halve the batch",
+            budget_bytes=budget_bytes,
+            smallest_feasible_bytes=smallest_bytes,
+        )

@@ -1,0 +1,90 @@
+"""A run by torch.func, whose steps no plan makes smaller, is refused before its second step where the first was too
+large, with a budget that has room for the next ones."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+
+from memwall.apply.memory.allocator import AllocatorHandler
+from memwall.errors import InfeasibleError
+from memwall.session.measurements import Measurements
+from memwall.session.unseen_steps import UnseenSteps
+
+MIB = 1 << 20
+
+
+@dataclass
+class Held:
+    """Stands for the process's meter."""
+
+    peak: int = 0
+    device: str = "cpu"
+
+    def peak_bytes(self) -> int:
+        return self.peak
+
+
+class Untouched(AllocatorHandler):
+    """Leaves the process's memory as it is."""
+
+    def apply_tight(self, limit_bytes: int = 0, outside_bytes: int = 0) -> None:
+        assert limit_bytes > 0
+
+
+class Run:
+    """Trains a network by torch.func, each of whose steps holds what it is told."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.held, self.model = Held(), nn.Linear(1024, 1024)
+        measured = Measurements(meter=self.held)  # type: ignore[arg-type]
+        self.unseen = UnseenSteps(measured, lambda: budget_bytes, Untouched())
+        self.model.register_forward_pre_hook(lambda model, _: self.unseen.forward_begins(model))
+        self.weights = {name: value.detach() for name, value in self.model.named_parameters()}
+
+    def step(self, peak_bytes: int, *, num_forwards: int = 1) -> None:
+        def loss_of(weights: dict[str, Tensor]) -> Tensor:
+            losses = []
+            for _ in range(num_forwards):
+                losses.append(functional_call(self.model, weights, torch.ones(1, 1024)).sum())
+                self.held.peak = max(self.held.peak, peak_bytes)
+            return torch.stack(losses).sum()
+
+        gradients = grad(loss_of)(self.weights)
+        self.weights = {name: value - 0.1 * gradients[name] for name, value in self.weights.items()}
+
+
+def test_the_step_after_one_that_has_passed_the_budget_is_refused() -> None:
+    run = Run(budget_bytes=100 * MIB)
+    run.step(4096 * MIB)
+    with pytest.raises(InfeasibleError, match=r"torch\.func, which allows no hooks on saved tensors") as refused:
+        run.step(4096 * MIB)
+    # The parameters have 4 MiB.
+    assert refused.value.smallest_feasible_bytes >= (4096 + 2 * 4 + 16) * MIB
+    assert str(refused.value).startswith("the budget of 100.0 MiB cannot be met: the smallest feasible one is 4.")
+
+
+def test_a_step_is_judged_when_it_is_over() -> None:
+    run = Run(budget_bytes=100 * MIB)
+    run.step(4096 * MIB, num_forwards=3)
+    assert run.held.peak == 4096 * MIB
+
+
+def test_a_run_within_its_budget_goes_on() -> None:
+    run = Run(budget_bytes=100 * MIB)
+    for _ in range(5):
+        run.step(90 * MIB)
+    run.step(110 * MIB)  # it has trained for a while: what it held is said at its end
+    run.step(110 * MIB)
+    assert run.held.peak == 110 * MIB
+
+
+def test_what_is_no_transform_is_not_judged() -> None:
+    run = Run(budget_bytes=100 * MIB)
+    run.held.peak = 4096 * MIB
+    for _ in range(3):
+        run.model(torch.ones(1, 1024)).sum().backward()
+    with torch.no_grad():
+        functional_call(run.model, run.weights, torch.ones(1, 1024))
