@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ from memwall.store.journal import recorded_steps
 HERE = Path(__file__).parent
 CHILD = HERE / "ranks_faults_child.py"
 NUM_RANKS, NUM_INSTANTS, STEPS_AFTER = 4, 20, 10
+# After so many, a rank that may take no more memory needs none: what it has is enough for its steps.
+STEPS_UNHARMED = 100
 MOST_SECONDS = 60.0
 LATEST_SECONDS = {"start": 5.0, "first commit": 1.5}
 KINDS = ("killed", "stopped", "starved")
@@ -91,10 +94,10 @@ class Ranks:
                 del self.running[rank]
                 self.statuses[rank] = os.waitstatus_to_exitcode(status)
 
-    def wait(self, but: int = -1, most_seconds: float = 240.0) -> float:
-        """Returns how many seconds it takes until all but one of them have ended."""
+    def wait(self, but: int = -1, most_seconds: float = 240.0, goes_on: Callable[[], bool] = lambda: False) -> float:
+        """Returns how many seconds it takes until all but one of them have ended, or all are found to go on."""
         begin = time.monotonic()
-        while set(self.running) - {but} and time.monotonic() - begin < most_seconds:
+        while set(self.running) - {but} and time.monotonic() - begin < most_seconds and not goes_on():
             time.sleep(0.01)
             self.look()
         return time.monotonic() - begin
@@ -164,7 +167,13 @@ def disturbed(divided: str, faults: list[Fault], folder: Path) -> dict[str, Any]
         ranks = Ranks(folder, "--steps", "100000", *options)
         try:
             was_there = befall(fault, ranks, folder)
-            seconds = ranks.wait(but=fault.rank)
+            unharmed_at = max(last_steps(folder)) + STEPS_UNHARMED
+
+            def goes_on(last: int = unharmed_at) -> bool:
+                return min(last_steps(folder)) >= last
+
+            seconds = ranks.wait(but=fault.rank, goes_on=goes_on)
+            is_harmed = not goes_on()
         finally:
             ranks.end()
         steps = last_steps(folder)
@@ -179,6 +188,7 @@ def disturbed(divided: str, faults: list[Fault], folder: Path) -> dict[str, Any]
                 "last_step": max(steps),
                 "apart_steps": max(steps) - min(steps),
                 "was_there": was_there,
+                "is_harmed": is_harmed,
             }
         )
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
@@ -215,11 +225,13 @@ def table(parts: dict[str, dict[str, Any]]) -> list[str]:
         for kind in KINDS:
             rows = [row for row in every if row["kind"] == kind]
             if rows:
-                slowest = max(row["others_ended_seconds"] for row in rows)
+                slowest = max(row["others_ended_seconds"] for row in rows if row.get("is_harmed", True))
                 apart = max(row["apart_steps"] for row in rows)
                 differs = max(part.get("differs_by", 0.0) for part in chosen)
                 same = "equal" if all(part["is_equal"] for part in chosen) else f"within {differs:.1e}"
-                lines.append(f"| {divided} | {kind} | {len(rows)} | {slowest:.1f} s | {apart} | {same} |")
+                unharmed = sum(not row.get("is_harmed", True) for row in rows)
+                number = f"{len(rows)}, {unharmed} unharmed" if unharmed else str(len(rows))
+                lines.append(f"| {divided} | {kind} | {number} | {slowest:.1f} s | {apart} | {same} |")
     return lines
 
 
