@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import not_modelled, recording_for
+from memwall.torch_internals.operators import has_kernel
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 
@@ -39,7 +40,7 @@ def test_dropout_saves_a_mask_of_bools(workload_of: Callable[..., Workload], rec
 def test_an_rms_norm_saves_its_input_and_a_number_per_row(
     dtype: torch.dtype, is_cast: bool, workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
 ) -> None:
-    """GIVEN 8 rows of 64 WHEN they are normalised on CUDA THEN no copy of them is saved but the one autocast makes."""
+    """GIVEN 8 rows of 64 WHEN they are normalised on CUDA THEN no copy of them is saved but those autocast makes."""
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=is_cast):
@@ -58,7 +59,10 @@ def test_an_rms_norm_saves_its_input_and_a_number_per_row(
 
     rows, wide_rows = dtype.itemsize * 8 * 64, 4 * 8 * 64
     input_copy = [rows] if is_cast else []  # of the linear layer
-    assert saved() == sorted([4 * 8, *input_copy, wide_rows if is_cast else rows])
+    # In torch 2.11 autocast leaves the rows as they are, of another dtype than the weight, which has no fused operator.
+    is_in_pieces = is_cast and not has_kernel("aten::rms_norm", "AutocastCUDA")
+    piece = [wide_rows] if is_in_pieces else []
+    assert saved() == sorted([4 * 8, *input_copy, wide_rows if is_cast else rows, *piece])
 
 
 def test_a_weight_of_another_dtype_has_an_rms_norm_taken_to_pieces(
