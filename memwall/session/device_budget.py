@@ -47,11 +47,10 @@ class DeviceBudget:
         self._num_steps_to_watch, self._num_retries = _NUM_FIRST_STEPS, _num_retries(self._limit.place)
         self._num_steps = 0
 
-    def begin_step(self, *, can_be_redone: bool) -> None:
-        """Has the limit give way in a step that may not fit, unless that is done again under a plan that needs less.
+    def begin_step(self) -> None:
+        """Gives back what the steps before have left free, where the next one is foreseen without it.
 
-        It may not fit while none has run under the plan, and after one that filled the budget: free memory lies in
-        pieces then, in other ones each time.
+        To be called before the step is measured: what it finds is the last one's.
         """
         self.end_step()
         if self._limit.place is None:
@@ -63,7 +62,14 @@ class DeviceBudget:
             torch.cuda.empty_cache()
         elif self._num_steps == _NUM_FIRST_STEPS:
             torch.cuda.empty_cache()
-        if self._num_steps_to_watch and not can_be_redone:
+
+    def watch_step(self, *, can_be_redone: bool) -> None:
+        """Has the limit give way in a step that may not fit, unless that is done again under a plan that needs less.
+
+        It may not fit while none has run under the plan, and after one that filled the budget: free memory lies in
+        pieces then, in other ones each time.
+        """
+        if self._limit.place is not None and self._num_steps_to_watch and not can_be_redone:
             self._num_steps_to_watch -= 1
             self._yielding = Yielding(self._limit)
 

@@ -253,6 +253,7 @@ class Steps:
             self.failure = error.without_frames()
             raise
         if self.state == "running":
+            self.live.in_effect.device_budget.begin_step()
             self.recovery.begin_step()
             self._growth.begin_step()
         if self.live.in_effect.num_changes != num_changes:
@@ -265,7 +266,7 @@ class Steps:
             self.live.in_effect.applied.begin_step()
             if self.borders.is_stepped_by_hand:
                 self.live.in_effect.leave_room_in_step()
-            self.live.in_effect.device_budget.begin_step(can_be_redone=self._redo.is_used)
+            self.live.in_effect.device_budget.watch_step(can_be_redone=self._redo.is_used)
         self.log.begin_step()
         self._clock.begin(device)
 
