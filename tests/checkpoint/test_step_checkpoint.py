@@ -1,9 +1,9 @@
 """A run that was interrupted and resumed ends with the bits of one that was not; what cannot be resumed says why."""
 
 import gc
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,12 +46,23 @@ def test_every_step_can_be_the_last_of_a_process(tmp_path: Path) -> None:
     assert are_equal(plain.result, resumed.result)
 
 
-def test_what_commits_and_recovery_take_is_counted(tmp_path: Path) -> None:
+def test_what_commits_and_recovery_take_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN a disk that takes a while to sync: that is what recording takes, and not what writing does."""
+    clock = SimpleNamespace(seconds=0.0, perf_counter=lambda: clock.seconds)
+    for module in ("memwall.store.journal", "memwall.checkpoint.writer"):
+        monkeypatch.setattr(f"{module}.time", clock)
 
     class Slow(Counting):
+        def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+            clock.seconds += 0.001
+            return super().pwrite(fd, data, offset)
+
+        def pread(self, fd: int, data: memoryview, offset: int) -> int:
+            clock.seconds += 0.001
+            return super().pread(fd, data, offset)
+
         def sync(self, fd: int) -> None:
-            time.sleep(0.02)
+            clock.seconds += 1.0
             super().sync(fd)
 
     disk = Slow()
@@ -60,8 +71,8 @@ def test_what_commits_and_recovery_take_is_counted(tmp_path: Path) -> None:
     times = checkpoint.times
     assert times.num_commits == NUM_STEPS
     assert 0 < times.written_bytes < disk.num_bytes
-    assert times.record_seconds > NUM_STEPS * 2 * 0.02 > times.transfer_seconds > 0
-    again = StepCheckpoint(tmp_path, is_resuming=True)
+    assert times.record_seconds > NUM_STEPS * 2 * 1.0 > times.transfer_seconds > 0
+    again = StepCheckpoint(tmp_path, is_resuming=True, backend=Slow())
     assert NUM_STEPS * again.recovered_bytes >= times.written_bytes > again.recovered_bytes  # what is as it was stays
     assert again.recovery_seconds > 0
     assert again.times == CommitTimes()

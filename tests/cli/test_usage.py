@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -309,10 +308,8 @@ def test_what_needs_no_torch_does_not_wait_for_it(command: list[str]) -> None:
         f"import sys\nfrom memwall.cli.app import main\nstatus = main({command})\n"
         "print(status, sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     )
-    begin = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "0 []"
-    assert time.perf_counter() - begin < 5
 
 
 def test_python_dash_m_memwall() -> None:

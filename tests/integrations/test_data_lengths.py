@@ -3,8 +3,8 @@
 import contextlib
 import importlib
 import logging
-import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,19 +84,21 @@ def test_a_plan_made_from_the_longest_batch_says_nothing(
     assert warnings_after_the_first_step(make_model, data(outlier_at=outlier_at), caplog) == []
 
 
-def test_reading_takes_no_longer_than_allowed_and_says_how_far_it_came() -> None:
+def test_reading_takes_no_longer_than_allowed_and_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN samples of 10 ms each, on a clock of its own WHEN 55 ms are allowed THEN it ends with the sixth."""
+    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
+    monkeypatch.setattr("memwall.integrations.data_lengths.time", clock)
+
     class Slow:
         def __len__(self) -> int:
             return 1000
 
         def __getitem__(self, index: int) -> dict[str, Any]:
-            time.sleep(0.01)
+            clock.seconds += 0.01
             return {"input_ids": [1] * (index + 1)}
 
-    found = longest_sample(Slow(), most_seconds=0.05)
-    assert found is not None
-    assert 1 < found.num_read < found.num_samples == 1000
-    assert found.number == found.length == found.num_read
+    found = longest_sample(Slow(), most_seconds=0.055)
+    assert found == LongestSample(length=6, number=6, num_read=6, num_samples=1000)
 
 
 def test_data_without_tokens_or_without_places_are_left_alone() -> None:

@@ -166,7 +166,8 @@ def test_blocks_of_a_transfer_are_done_by_all_threads_at_once(tmp_path: Path) ->
     assert gate.num_waiting >= 4
 
 
-def test_who_waits_sleeps_until_the_last_block_is_done(tmp_path: Path) -> None:
+def test_who_waits_sleeps_until_the_last_block_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "LOOK_SECONDS", 60.0)
     gate, num_looks = Gate(), 0
     with TransferPool(ScratchFile(tmp_path, backend=gate.backend), block_bytes=BLOCK) as pool:
         write = pool.write(pool.scratch.allocate(20 * BLOCK), pages(20 * BLOCK))
@@ -174,10 +175,11 @@ def test_who_waits_sleeps_until_the_last_block_is_done(tmp_path: Path) -> None:
         def is_done() -> bool:
             nonlocal num_looks
             num_looks += threading.current_thread() is threading.main_thread()
-            return write.is_done
+            found = write.is_done
+            gate.event.set()  # not before the first look, however slow this thread is
+            return found
 
         gate.look = lambda: time.sleep(0.002)  # time enough to wake up in between
-        threading.Timer(0.1, gate.event.set).start()
         pool.wait_for(is_done)
     assert num_looks == 2
 
