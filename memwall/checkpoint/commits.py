@@ -100,7 +100,9 @@ class Commits:
             decode_objects(rest)  # what cannot be read back must not be found out when it is needed
         assert self._layout is not None
         tensors = (*self._layout.records, *there.records)
-        content = msgspec.msgpack.encode(Content(tensors=tensors, objects=rest, plan=plan))
+        content = msgspec.msgpack.encode(
+            Content(tensors=tensors, objects=rest, plan=plan, torch_version=str(torch.__version__))
+        )
         if self._is_first:
             num_bytes = sum(bucket.num_bytes for bucket in buckets) + sum(stored.num_bytes for stored in there.stored)
             self._journal.data.reserve(2 * (num_bytes + round_up(2 * len(content))))

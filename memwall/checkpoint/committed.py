@@ -4,7 +4,8 @@ A tensor that FSDP2 divides is in the folders of several ranks. Each commits whe
 another number of ranks, or a file, gets any other part from those that hold a piece of it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,6 +13,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from memwall.apply.memory.exhaustion import is_exhaustion
 from memwall.checkpoint.training_state import TensorRecord, check_records, decode_objects, state_name
 from memwall.errors import StoreError
 from memwall.store.buckets import BucketBuffer
@@ -30,6 +32,8 @@ class Content(Struct, frozen=True, kw_only=True):
     objects: bytes
     plan: bytes | None
     """The plan file that was in effect."""
+    torch_version: str = ""
+    """The release of torch that committed it; "" where an earlier memwall did."""
 
 
 class Region(NamedTuple):
@@ -75,7 +79,8 @@ class Committed:
             check_records(self.content.tensors, [stored.num_bytes for stored in found.buckets])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise self.written_by_another(error) from error
-        self.objects = decode_objects(self.content.objects)
+        with self.loading("its objects"):
+            self.objects = decode_objects(self.content.objects)
         missing = sorted(_NEEDED - self.objects.keys())
         if missing:
             raise self.written_by_another(ValueError(f"it has no {', '.join(missing)}"))
@@ -94,6 +99,29 @@ class Committed:
             f"step {self.step} in {self.journal.directory} was committed by another version of memwall "
             f"({error}); resume with the one that wrote it"
         )
+
+    @property
+    def other_release(self) -> str:
+        """Names both releases of torch where another one than this has committed the step; else ""."""
+        before, here = self.content.torch_version, str(torch.__version__)
+        return "" if before in ("", here) else f"it was committed under torch {before}, and this is torch {here}"
+
+    @contextmanager
+    def loading(self, what: str) -> Iterator[None]:
+        """Has what fails while a part of the step is loaded end in one error, where another release committed it.
+
+        Raises:
+            StoreError: this release of torch cannot load what the other one saved.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self.other_release or isinstance(error, StoreError) or is_exhaustion(error):
+                raise
+            raise StoreError(
+                f"step {self.step} in {self.journal.directory} cannot be continued from: {self.other_release}, which "
+                f"cannot load {what} ({type(error).__name__}: {error}); resume with that release"
+            ) from error
 
     @property
     def num_bytes(self) -> int:

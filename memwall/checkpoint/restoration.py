@@ -80,6 +80,16 @@ class Restoration:
         self._is_checked = False
         self._left: list[tuple[str, dict[str, Any]]] = [(name, state) for name, state in self.objects["helpers"]]
         self._beside = self._companions_left()
+        if self._own.other_release:
+            _log.warning(
+                "the run continues from step %d of %s: %s; it goes on, and sums may be rounded otherwise",
+                *(self._own.step, self._directory, self._own.other_release),
+            )
+
+    @property
+    def _maker(self) -> str:
+        other = self._own.other_release
+        return f"the script that made it, and the release of torch: {other}" if other else "the script that made it"
 
     @property
     def plan(self) -> Plan | None:
@@ -174,7 +184,7 @@ class Restoration:
         ]
         return StoreError(
             f"the checkpoint is of {' and '.join(of)}, and this script has a {type(optimizer).__qualname__} with "
-            f"{_groups_text(_groups_of(model, optimizer, 0))}; resume with the script that made it"
+            f"{_groups_text(_groups_of(model, optimizer, 0))}; resume with {self._maker}"
         )
 
     @torch.no_grad()
@@ -192,8 +202,9 @@ class Restoration:
         Raises:
             StoreError: the bytes cannot be had, or came back different, or there is no room for them.
         """
-        for number, optimizer in enumerate(optimizers):
-            self._restore_state(number, model, optimizer, keeper_of(optimizer))
+        with self._own.loading("the state of the optimizers"):
+            for number, optimizer in enumerate(optimizers):
+                self._restore_state(number, model, optimizer, keeper_of(optimizer))
         self.has_state = True
 
     def _restore_state(
@@ -257,14 +268,16 @@ class Restoration:
     def restore_helpers(self, helpers: Helpers) -> None:
         """Loads the schedulers and scalers that have appeared."""
         if self._left:
-            self._left = helpers.restore(self._left)
+            with self._own.loading("the state of schedulers and scalers"):
+                self._left = helpers.restore(self._left)
 
     @torch.no_grad()
     def restore_companions(self, companions: Companions) -> None:
         """Loads what went with the model, as far as it has appeared."""
         if self._beside is None:
             return
-        companions.restore(self._beside.states)
+        with self._own.loading("the state of what goes with the model"):
+            companions.restore(self._beside.states)
         here = {part.name: part.tensor for part in companions.parts()}
         found = [record for name, record in self._beside.records.items() if name in here]
         self._check_belongs(found, [part for part in companions.parts() if part.name in self._beside.records])
@@ -294,13 +307,13 @@ class Restoration:
         if left:
             raise StoreError(
                 f"the checkpoint in {self._directory} holds the state of '{left[0]}', which this script has "
-                "not made before its first update; resume with the script that made it"
+                f"not made before its first update; resume with {self._maker}"
             )
         new = sorted(companions.names() - self._beside.names)
         if new:
             raise StoreError(
                 f"the checkpoint in {self._directory} was made without '{new[0]}', which this script has; "
-                "resume with the script that made it"
+                f"resume with {self._maker}"
             )
 
     def check_complete(self, helpers: Helpers, companions: Companions | None = None) -> None:
@@ -316,14 +329,14 @@ class Restoration:
         if self._left:
             raise StoreError(
                 f"the checkpoint in {self._directory} holds the state of a {self._left[0][0]}, which this "
-                "script has not made before its first update; resume with the script that made it"
+                f"script has not made before its first update; resume with {self._maker}"
             )
         saved = [name for name, _ in self.objects["helpers"]]
         for name in helpers.names():
             if name not in saved:
                 raise StoreError(
                     f"the checkpoint in {self._directory} was made without the {name} that this script has; "
-                    "resume with the script that made it"
+                    f"resume with {self._maker}"
                 )
             saved.remove(name)
         self._is_checked = True
@@ -371,7 +384,7 @@ class Restoration:
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise StoreError(
                 f"the checkpoint in {self._directory} is of another model: {'; '.join(differences[:3])}{more}; "
-                "resume with the script that made it, or give this one a directory of its own"
+                f"resume with {self._maker}, or give this one a directory of its own"
             )
 
 
