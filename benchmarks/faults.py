@@ -6,8 +6,8 @@
 `allocations` has every allocation of a CPU tensor fail, in the first step, in planned ones, commits and recovery, by
 `memwall.fit`, `memwall run --checkpoint` and transformers' Trainer. `signals` sends 300 of them at random instants to
 runs that are then resumed. `file-systems` needs root, for small ext4 systems in loop devices. `clocks` has the wall
-clock jump, `resumes` goes on with another number of threads. `fits` has 50 sessions in one process, `soak` one long
-session.
+clock jump, `resumes` goes on with another number of threads, and under other releases of torch where they are here
+(make test-torch RELEASE=2.11.0, and 2.14.1). `fits` has 50 sessions in one process, `soak` one long session.
 
 A share takes every tenth instant, say. What came of an instant is kept (in out/faults), so that what a call had no time
 for is left to the next one; what ended badly runs again, and with --anew everything does. Writes
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def _run_part(part: str, folder: Path, args: argparse.Namespace) -> dict[str, An
         "signals": faults_signals.signals,
         "file-systems": faults_disks.file_systems,
         "clocks": faults_clocks.clocks,
-        "resumes": faults_clocks.resumes,
+        "resumes": _resumes,
         "fits": faults_repeats.fits,
     }
     planned = [*instants[part](folder)]
@@ -100,6 +100,14 @@ def _run_part(part: str, folder: Path, args: argparse.Namespace) -> dict[str, An
             if found.outcome not in GOOD:
                 print(f"{instant.key}: {found}", flush=True)
     return counted(found for instant in planned for found in kept.of(instant))
+
+
+def _resumes(folder: Path) -> Iterator[Instant]:
+    from faults_clocks import resumes
+    from faults_releases import releases
+
+    yield from resumes(folder)
+    yield from releases(folder)
 
 
 def _again_with_failing_calls() -> int:
