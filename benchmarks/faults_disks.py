@@ -64,7 +64,7 @@ def _on_a_cut_disk(
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     with small_disk(folder, _BYTES_TO_CUT) as disk:
-        ended = _harmed(disk, way, partial(_cut, random.Random(seed)), seed)
+        ended = _harmed(disk, way, partial(_cut, random.Random(seed)), seed * _STEPS // _CUTS)
         if ended is None:
             yield from [("hangs", "")] * 2
             return
@@ -136,7 +136,7 @@ def _on_a_small_disk(
     plain: Ended,
 ) -> list[tuple[str, str]]:
     with small_disk(folder, 48 << 20) as disk:
-        ended = _harmed(disk, train, harm, seed)
+        ended = _harmed(disk, train, harm, seed * random.Random(seed).randint(1, 12))
         if ended is None:
             return [("hangs", "")]
         copy = folder / "copy"
@@ -149,11 +149,10 @@ def _on_a_small_disk(
 
 
 def _harmed(
-    disk: SmallDisk, train: Callable[[Path, Callable[[], None]], str], harm: Callable[[SmallDisk], None], seed: int
+    disk: SmallDisk, train: Callable[[Path, Callable[[], None]], str], harm: Callable[[SmallDisk], None], steps: int
 ) -> Ended | None:
-    """Trains with a small disk, which is harmed after some steps; the first time before anything is committed."""
+    """Trains with a small disk, which is harmed after so many steps; after 0 before anything is committed."""
     run = Forked(disk.beside, train)
-    steps = seed * random.Random(seed).randint(1, 12)
     deadline = time.monotonic() + 60
     while run.printed().count("step ") < steps and time.monotonic() < deadline and not run.is_over():
         time.sleep(0.002)
