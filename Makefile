@@ -18,7 +18,8 @@
 #   make races   memwall's stream code on the phantom device: 500 random orders of work, and faults that have to be found
 #   make gpu-day   all that needs a GPU, in 40 minutes: forecasts, kernels, live runs, link, phantom; one file, one page
 #   make gpu-day-phantom   a little of that on the phantom device, simulated, in two minutes: it shows that nothing breaks
-#   make fuzz FUZZ_SECONDS=60   look for files that a reader does not refuse in one clear error, by atheris (30 MB once)
+#   make fuzz FUZZ_SECONDS=60   look for files that a reader does not refuse in one clear error, by atheris (30 MB once);
+#       READERS="trace plan" takes those alone, and without FUZZ_SECONDS each takes five minutes
 #   make site     the pages as a site, by Sphinx, which a folder of its own gets: .venv/site/html/docs/site/index.html
 #   make first-walk   as a newcomer: a new environment, the page docs/start.md, a script of one's own; three minutes
 #   make faults   harm to training runs: failing allocations, signals, disks, clocks; forty minutes (benchmarks/faults.py)
@@ -43,9 +44,9 @@ TRITON_FOLDER := .venv/triton-$(TRITON)
 # Beside them, too: transformers imports torchao wherever it finds one.
 ATHERIS := 3.0.0
 ATHERIS_FOLDER := .venv/atheris-$(ATHERIS)
-FUZZED := trace trace_file plan run snapshot steps config lengths allocator_settings
 FUZZ_FOLDER := .venv/fuzz
-FUZZ_SECONDS := 60
+FUZZ_SECONDS := 300
+READERS ?=
 TORCHAO := 0.18.0
 PEFT := 0.21.2
 PEFT_FOLDER := .venv/peft-$(PEFT)
@@ -165,8 +166,8 @@ deepspeed-arm: $(DEEPSPEED)/.installed
 
 # Coverage-guided; FUZZ_SECONDS for each reader, what fails lies in $(FUZZ_FOLDER)/crashes.
 fuzz: $(ATHERIS_FOLDER)/.installed
-	for reader in $(FUZZED); do PYTHONPATH=$(CURDIR)/$(ATHERIS_FOLDER) $(BIN)/python tests/fuzz/fuzz.py $$reader \
-	    $(FUZZ_FOLDER) -max_total_time=$(FUZZ_SECONDS) || exit 1; done
+	PYTHONPATH=$(CURDIR)/$(ATHERIS_FOLDER) $(BIN)/python benchmarks/fuzzing.py $(READERS) --seconds $(FUZZ_SECONDS) \
+	    --folder $(FUZZ_FOLDER)
 
 $(ATHERIS_FOLDER)/.installed: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(ATHERIS_FOLDER) atheris==$(ATHERIS)

@@ -127,7 +127,8 @@ def _write(part: str, found: dict[str, Any]) -> None:
     OUTPUT.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     record = json.loads(OUTPUT.read_text())  # in the order that the file has
     text = PAGE.read_text()
-    before, after = text.split(_BEGIN)[0], text.split(_END)[1]
+    before, _, rest = text.partition(_BEGIN)
+    after = rest.partition(_END)[2]
     PAGE.write_text("\n".join([f"{before}{_BEGIN}", "", *table(record, PARTS), "", f"{_END}{after}"]))
 
 

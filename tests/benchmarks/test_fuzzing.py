@@ -1,0 +1,40 @@
+"""What benchmarks/fuzzing.py writes down: how long each reader was fuzzed, from libFuzzer's own last lines."""
+
+import fuzzing
+import pytest
+from fuzz.readers import READERS
+
+SHOWN = """#17244	DONE   cov: 34 ft: 73 corp: 21/271b lim: 65536 exec/s: 2874 rss: 374Mb
+Done 17244 runs in 301 second(s)
+stat::number_of_executed_units: 17244
+"""
+
+
+def test_seconds_and_files_are_libfuzzers() -> None:
+    assert fuzzing.read_statistics(SHOWN) == {"seconds": 301, "num_files": 17244}
+    assert fuzzing.read_statistics("Uncaught Python exception") == {"seconds": 0, "num_files": 0}
+
+
+def test_a_shorter_call_takes_no_longer_ones_place_and_a_failure_takes_any() -> None:
+    record = fuzzing.with_found({}, "trace", {"seconds": 301, "num_files": 10, "num_failed": 0})
+    assert fuzzing.with_found(record, "trace", {"seconds": 60, "num_files": 5, "num_failed": 0}) == record
+    failed = fuzzing.with_found(record, "trace", {"seconds": 2, "num_files": 1, "num_failed": 1})
+    assert failed["readers"]["trace"]["num_failed"] == 1
+    mended = fuzzing.with_found(failed, "trace", {"seconds": 60, "num_files": 5, "num_failed": 0})
+    assert mended["readers"]["trace"]["seconds"] == 60
+
+
+@pytest.mark.parametrize(
+    ("num_failed", "said"),
+    [(0, "no file was read otherwise than well or with one clear error"), (1, "trace failed")],
+)
+def test_the_page_says_what_was_fuzzed_and_what_was_not(num_failed: int, said: str) -> None:
+    found = {"seconds": 1301, "num_files": 17244, "num_failed": num_failed}
+    line = fuzzing.line_of(fuzzing.with_found({}, "trace", found))
+    assert line.startswith(
+        f"Fuzzed last (`make fuzz`): `trace` 1,301 s, 17,244 files; {said}. Not fuzzed: `trace_file`"
+    )
+
+
+def test_every_reader_is_fuzzed() -> None:
+    assert set(READERS) == set(fuzzing.READERS)
