@@ -104,6 +104,7 @@ def _objects(sources: Sequence[Committed], place: int, *, is_new: bool) -> tuple
             states["fresh"] = [*states.get("fresh", ()), *own]
             fresh += [f"'{name}'" for name in own]
         objects["beside"] = encode_objects(states)
+    objects["buckets"] = ()  # sums of another number of ranks round otherwise in any case
     return objects, fresh
 
 

@@ -31,8 +31,12 @@ class TakenBuckets:
         self._parallels: list[weakref.ref[DistributedDataParallel]] | None = None
         self._taken: list[Buckets] = []
 
-    def of(self, model: nn.Module) -> list[Buckets]:
-        """Returns the buckets of what wraps the model, or parts of it; [] where nothing does, or none stand yet."""
+    def of(self, model: nn.Module, restored: Sequence[Buckets]) -> Sequence[Buckets]:
+        """Returns the buckets of what wraps the model, or parts of it; [] where nothing does, or none stand yet.
+
+        Args:
+            restored: those with which a run that goes on has begun, and which it will make anew.
+        """
         if self._parallels is None:
             self._parallels = [weakref.ref(parallel) for parallel in _parallels()]
         if not self._taken and self._parallels:
@@ -44,7 +48,7 @@ class TakenBuckets:
                 if all(id(parameter) in names for parameter in parallel.parameters())
             ]
             self._taken = [buckets for buckets in self._taken if buckets]
-        return self._taken
+        return self._taken or restored
 
 
 def restore_buckets(model: nn.Module, taken: Sequence[Buckets]) -> None:

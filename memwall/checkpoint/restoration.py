@@ -159,8 +159,7 @@ class Restoration:
         self._check_belongs(records, parts)
         tensors = {part.name: part.tensor for part in parts}
         self._read([(record, tensors[record.name]) for record in records])
-        if not self._is_redivided:
-            restore_buckets(model, self.objects.get("buckets", ()))
+        restore_buckets(model, self.objects.get("buckets", ()))
         self.model = model
         _log.info("the run continues from step %d of %s", self._own.step, self._directory)
 

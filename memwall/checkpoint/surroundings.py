@@ -145,6 +145,7 @@ class Surroundings:
             beside: the companions' states.
             state_dict_names: the part that each key of the model's own state dict stands for.
         """
+        restored = () if self.restoration is None else self.restoration.objects.get("buckets", ())
         optimizers = [optimizer_objects(model, optimizer, number) for number, optimizer in enumerate(self.optimizers)]
         return encode_objects(
             {
@@ -158,6 +159,6 @@ class Surroundings:
                 "beside": beside if self.has_companions else None,
                 "state_dict": state_dict_names,
                 "divided": divided_parameters(model),
-                "buckets": self._buckets.of(model),
+                "buckets": self._buckets.of(model, restored),
             }
         )
