@@ -101,7 +101,11 @@ def a_named_tuple_in_and_out() -> Script:
     return supervised(Model(Block))
 
 
-@scenario(refused={"offload-inputs": "none of the tensors that it saves was offered"})
+# torch 2.11's own checkpoint offers what is in it to hooks of saved tensors.
+_NOT_OFFERED = {"offload-inputs": "none of the tensors that it saves was offered"}
+
+
+@scenario(refused={} if torch.__version__.startswith("2.11") else _NOT_OFFERED)
 def a_dataclass_in_and_out() -> Script:
     class Block(Mlp):
         def forward(self, state: Any) -> Any:
