@@ -150,12 +150,13 @@ class RecordedStep:
         builder, allocator = self._builder, meter_of(self._model).allocator_peak()
         if not self._keeper.is_away:  # what takes state to disk passes outside the heap as well, and is no workspace
             self._allocator.look_outside()
+        kept_bytes = self._allocator.kept_bytes()
+        self._allocator.trim()  # first: the records of a step of many operations take memory outside the heap
         with self._keeper.shown():
             step = builder.finish_step(optimizers)
         window_bytes, min_bytes = self._parked.engine.staging_bytes, self._parked.min_bytes
         self.stop()
-        kept_bytes = self._allocator.kept_bytes()
-        self._allocator.trim()
+        self._allocator.trim(generation=1)
         is_streamed = self._parameters.away_bytes > 0
         # Parameters that came from disk for their module lay outside the heap, too.
         outside_bytes = None if is_streamed else self._allocator.passing_outside_bytes()

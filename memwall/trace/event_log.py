@@ -5,6 +5,7 @@ An index of -1 stands for a storage that was never seen, -2 for a tensor without
 
 import weakref
 from bisect import bisect_right
+from sys import intern
 from typing import Any
 
 import torch
@@ -92,6 +93,8 @@ class EventLog:
         # Autograd's sequence number at each change of the innermost running call, for nodes seen again in backward.
         self._change_sequence: list[int] = []
         self._change_call: list[int] = []
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """Holds one of each that are equal: a step has few shapes, and as many storages as operations."""
         self._live: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -174,15 +177,15 @@ class EventLog:
         except (NotImplementedError, RuntimeError):
             return -2
         index = len(self.storages)
-        key = identity_of(storage)
+        key, shape = identity_of(storage), tuple(tensor.shape)
         logged = LoggedStorage(
             nbytes=storage.nbytes(),
-            device=str(tensor.device),
+            device=intern(str(tensor.device)),
             category=category,
             birth=birth,
-            shape=tuple(tensor.shape),
+            shape=self._shapes.setdefault(shape, shape),
             line=self.ops[birth].line if 0 <= birth < len(self.ops) else -1,
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=intern(str(tensor.dtype).removeprefix("torch.")),
         )
         self.storages.append(logged)
         self._live[key] = index
@@ -199,7 +202,7 @@ class EventLog:
     def begin_op(self, name: str, phase: Phase, sequence: int, line: int, inputs: list[Tensor]) -> int:
         """Opens an operation; storages never seen before that it reads were there before the step: inputs."""
         read = tuple(dict.fromkeys(i for t in inputs if (i := self._index(t, -1)) >= 0))
-        self.ops.append(LoggedOp(name, phase, self._call, line, sequence, read))
+        self.ops.append(LoggedOp(intern(name), phase, self._call, line, sequence, read))
         return len(self.ops) - 1
 
     def end_op(self, index: int, seconds: float, flops: int, outputs: list[Tensor], written: list[Tensor]) -> None:

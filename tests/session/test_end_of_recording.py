@@ -1,0 +1,50 @@
+"""The end of a recorded step takes little: pages that its tensors have left go first, and its log holds things once."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memwall
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
+from memwall.trace.step_recorder import StepRecorder
+from memwall.trace.trace_builder import TraceBuilder
+
+MIB = 1 << 20
+
+
+@pytest.mark.skipif(bool(heap_unavailable_reason()), reason="tensors have no heap of their own here")
+def test_free_pages_are_returned_before_a_steps_records_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_bytes: list[int] = []
+    finish_step = TraceBuilder.finish_step
+
+    def looked_at(builder: TraceBuilder, *args: Any, **options: Any) -> Any:
+        heap = session._live.in_effect.allocator._heap
+        assert heap is not None
+        figures = heap.figures()
+        free_bytes.append(figures.resident_bytes - figures.live_bytes)
+        return finish_step(builder, *args, **options)
+
+    monkeypatch.setattr(TraceBuilder, "finish_step", looked_at)
+    model = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memwall.fit(model, optimizer, budget="64GiB") as session:
+        model(torch.randn(2048, 64)).sum().backward()  # 16 MiB for each result of the first two
+        optimizer.step()
+    assert free_bytes == [0]
+
+
+def test_equal_names_and_shapes_of_a_log_are_there_once() -> None:
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
+    recorder = StepRecorder([model])
+    recorder.start()
+    model(torch.randn(400, 300)).sum().backward()
+    log = recorder.finish(None)
+    for values in (
+        [op.name for op in log.ops],
+        [storage.device for storage in log.storages],
+        [storage.dtype for storage in log.storages],
+        [storage.shape for storage in log.storages],
+    ):
+        assert len(set(map(id, values))) == len(set(values))
