@@ -53,7 +53,7 @@ class TestTraining:
         assert "forward" not in model.get_submodule(path).__dict__
         report = callback.report()
         assert (report.plan_hash, report.measured.steps) == (plan.plan_hash, NUM_STEPS)
-        line = rf"3 steps \(median \d\.\d+ s\) under {len(plan.actions)} actions; peak .*, foreseen .*, budget .*"
+        line = rf"3 steps \(median [\d.]+ s\) under {len(plan.actions)} actions; peak .*, foreseen .*, budget .*"
         assert re.fullmatch(line, caplog.messages[-1])
 
     def test_a_budget_is_planned_for_after_the_first_step(
