@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from cgroup import own_group_peak_bytes
-from free_ports import free_port
+from free_ports import meeting_place
 from raw_disk import io_bytes
 from torch.utils.checkpoint import checkpoint
 from workloads import GPT, WORKLOADS
@@ -172,14 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     require_deepspeed()
     torch.set_num_threads(options.threads)
-    one_rank = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    os.environ.update(one_rank, DS_ACCELERATOR="cpu")
+    os.environ.update(meeting_place(1), RANK="0", LOCAL_RANK="0", DS_ACCELERATOR="cpu")
     result = os.dup(1)
     os.dup2(2, 1)
     disk = tempfile.mkdtemp(prefix="memwall-deepspeed-arm-", dir=options.disk)

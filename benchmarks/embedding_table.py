@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cgroup import CapUnavailable, memory_cap, own_group
-from free_ports import free_port
+from free_ports import meeting_place
 from knob_report import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +48,7 @@ def measure(arguments: Sequence[str], cap_bytes: int) -> dict[str, Any]:
 
 def ranks(folder: Path, num_ranks: int, *arguments: str) -> list[dict[str, Any]]:
     """What each rank of one run says."""
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
+    common = os.environ | meeting_place(num_ranks)
     running = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(RANKS), str(folder), *arguments],

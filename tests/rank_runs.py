@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from free_ports import free_port
+from free_ports import meeting_place
 from warm_python import Program, warm_python
 
 __all__ = ["PRELUDE", "found_by_ranks", "run_ranks", "started_ranks", "torchrun_started"]
@@ -43,8 +43,7 @@ def torchrun_started(*arguments: str, folder: Path) -> "subprocess.Popen[str]":
 
 def started_ranks(num_ranks: int, *arguments: str, folder: Path, **environment: str) -> list[Program]:
     """Starts `python ARGUMENTS` as each rank of one host, as torchrun would, whose own process they do without."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
-    shared |= {"LOCAL_WORLD_SIZE": str(num_ranks), "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    shared = {**meeting_place(num_ranks), "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     return [
         warm_python().start(*arguments, folder=folder, **shared, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(num_ranks)
