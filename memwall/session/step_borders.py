@@ -122,6 +122,17 @@ class StepBorders:
         self._patches.hook(optimizer.register_step_post_hook, self._after_optimizer)
         self._patches.hook(optimizer.register_state_dict_pre_hook, self._before_saving)
 
+    def let_go_optimizers(self) -> None:
+        """Forgets those that nobody else holds, as of a stage of the script that is over: their state goes with them.
+
+        To be called when no step goes on and no plan is in effect.
+        """
+        known, stepped = [*map(weakref.ref, self.optimizers)], [*map(weakref.ref, self.stepped)]
+        self.optimizers = ()
+        self.stepped.clear()
+        self.optimizers = tuple(optimizer for one in known if (optimizer := one()) is not None)
+        self.stepped += [optimizer for one in stepped if (optimizer := one()) is not None]
+
     def watch_optimizers(self) -> None:
         """Has the listener told before an optimizer steps, after every other hook of it."""
         if not self._is_watching:

@@ -245,6 +245,7 @@ class Steps:
                 self.live.forget_plan()
                 self.recovery.forget_excess()
                 self.borders.await_all()
+                self.borders.let_go_optimizers()
                 self.state = "waiting"
             if self.state == "waiting":
                 self._begin_run()

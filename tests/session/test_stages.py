@@ -1,6 +1,7 @@
 """A loop that freezes and unfreezes parameters has few steps recorded, however often it does."""
 
 import itertools
+import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -114,3 +115,27 @@ def test_a_loop_that_trains_two_halves_in_turns_has_two_steps_recorded(monkeypat
     plain, found = trained(None), trained(8 << 30)
     assert len(recordings) == 2
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+def test_the_optimizer_of_a_stage_that_is_over_is_let_go_with_its_state() -> None:
+    """GIVEN a loop that makes another optimizer when it unfreezes a part THEN the plan is of that one alone."""
+    body, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    model = nn.Sequential(body.requires_grad_(False), head)
+    optimizer = torch.optim.AdamW(head.parameters())
+
+    def train() -> None:
+        for _ in range(2):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with memwall.fit(model, optimizer, budget="64GiB") as session:
+        train()
+        before = weakref.ref(optimizer)
+        body.requires_grad_(True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        session.add_optimizer(optimizer)
+        train()
+        assert before() is None
+        assert session.trace is not None
+        assert session.trace.optimizer == "AdamW"
