@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -11,13 +12,14 @@ import msgspec
 from msgspec import Struct
 
 from memwall.errors import PlanError
+from memwall.machine.launched import launched
 from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast
 from memwall.planning.ranks.frontends import accelerate_sharding, in_kept_precision, trainer_sharding
 from memwall.planning.technique import technique_of, techniques
 from memwall.versioned_files import FileKind, json_bytes, whole_file
 
-__all__ = ["Plan", "decoded"]
+__all__ = ["Plan", "decoded", "save_for_ranks"]
 
 _KIND = FileKind(
     noun="plan", schema="memwall.plan", version=2, error=PlanError, way_out="make the plan again with `memwall plan`"
@@ -80,13 +82,13 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a plan file.
+        """Reads a plan file; of one for unlike ranks, the plan of this rank.
 
         Raises:
-            PlanError: no such file, cut short, not a plan, of another version, or with an unknown or mistyped field;
-                the message names the file and the path inside it.
+            PlanError: no such file, cut short, not a plan, of another version, for another number of ranks, or with an
+                unknown or mistyped field; the message names the file and the path inside it.
         """
-        return _KIND.read_json(Path(path), lambda found: decoded(found, cls))
+        return _KIND.read_json(Path(path), lambda found: decoded(_of_this_rank(found, path), cls))
 
     def accelerate_kwargs(self) -> dict[str, Any]:
         """Returns arguments for `Accelerator(**plan.accelerate_kwargs())`: precision, accumulation, FSDP2 for ranks.
@@ -122,6 +124,48 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         from memwall.planning.deepspeed import deepspeed_config
 
         return deepspeed_config(self, **settings)
+
+
+class _RankPlans(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Holds plans for ranks of several kinds."""
+
+    schema: Literal["memwall.plan/2"] = "memwall.plan/2"
+    plan_of_rank: tuple[int, ...]
+    """Index into `plans` for each rank."""
+    plans: tuple[Any, ...]
+
+
+def save_for_ranks(path: Path, plans: Sequence[Plan]) -> None:
+    """Writes the plans of ranks, in the order of their numbers: one plan file where all are equal.
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
+    distinct = list({plan.plan_hash: plan for plan in plans}.values())
+    if len(distinct) == 1:
+        distinct[0].save(path)
+        return
+    hashes = [plan.plan_hash for plan in distinct]
+    whole = _RankPlans(plan_of_rank=tuple(hashes.index(plan.plan_hash) for plan in plans), plans=tuple(distinct))
+    with whole_file(path, noun="plan", error=PlanError) as file:
+        file.write(json_bytes(whole))
+
+
+def _of_this_rank(found: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """Returns the object of one plan; rank 0's where this process is of no launcher's."""
+    if "plans" not in found:
+        return found
+    whole, here = msgspec.convert(found, _RankPlans), launched()
+    num_ranks = len(whole.plan_of_rank)
+    if here.num_ranks not in (1, num_ranks):
+        raise PlanError(
+            f"{path} holds plans for {num_ranks} ranks, and there are {here.num_ranks}; plan for these anew"
+        )
+    own = whole.plan_of_rank[here.rank] if here.rank < num_ranks else -1
+    if not 0 <= own < len(whole.plans):
+        raise msgspec.ValidationError(f"no plan for rank {here.rank} - at `$.plan_of_rank`")
+    plan: dict[str, Any] = msgspec.convert(whole.plans[own], dict[str, Any])
+    return plan
 
 
 R = TypeVar("R", bound=Struct)

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from memwall.apply.optimizer_state.state_keeper import can_place
 from memwall.apply.streaming.parameter_keeper import why_not_streamed
 from memwall.apply.technique import allowed
-from memwall.errors import InfeasibleError, MemwallError
+from memwall.errors import InfeasibleError, MemwallError, PlanError
 from memwall.machine.meter import CudaMeter
 from memwall.patches import undo_all
 from memwall.planning.modes import has_mode
@@ -23,10 +24,10 @@ from memwall.predict.cuda.live_cuda import held_here
 from memwall.predict.live_device import live_process
 from memwall.session.evaluation_batch import with_evaluation
 from memwall.session.first_plan import charged, planned
-from memwall.session.measurements import Measurements
+from memwall.session.measurements import Measurements, trained_parameters
 from memwall.session.plan_in_effect import PlanInEffect
 from memwall.session.ranks.agreement import Ranks
-from memwall.session.ranks.shared_plan import Solve, check_equal, planned_together
+from memwall.session.ranks.shared_plan import Solve, check_equal, planned_together, save_together
 from memwall.session.recorded_step import RecordedForms, RecordedStep
 from memwall.session.step_borders import StepBorders
 from memwall.trace.records import Trace
@@ -131,7 +132,7 @@ class LivePlan:
             self._on_all("record its first step", self._record)
             return
         if self.ranks is not None and self.plan is not None:
-            check_equal(self.ranks, self.plan)
+            check_equal(self.ranks, self.plan, trained=trained_parameters(self._borders.attached_model))
         self._on_all("apply the plan", self.apply)
 
     # -- the recorded step -------------------------------------------------------------------------------------------
@@ -303,6 +304,20 @@ class LivePlan:
         self.settings = msgspec.structs.replace(self.settings, lost=present)
         return present != known
 
+    def save(self, path: Path) -> None:
+        """Writes the plan that stands; of several ranks, those of all into one file.
+
+        Raises:
+            PlanError: there is no plan yet, or the file cannot be written.
+            RankError: a rank is missing.
+        """
+        if self.plan is None:
+            raise PlanError(f"{path}: there is no plan yet; it stands when the first step has ended")
+        if self.ranks is None:
+            self.plan.save(path)
+        else:
+            save_together(self.ranks, self.plan, path)
+
     @property
     def moved_bytes(self) -> tuple[int, int]:
         """Returns the bytes that the run has moved to the next tier so far, and back."""
@@ -325,7 +340,8 @@ class LivePlan:
     def _solved(self, trace: Trace, settings: Settings, solve: Solve) -> tuple[Trace, Plan]:
         if self.ranks is None or self.plans_alone:
             return solve(trace, settings)
-        return planned_together(self.ranks, trace, settings, solve)
+        trained = trained_parameters(self._borders.attached_model)
+        return planned_together(self.ranks, trace, settings, solve, trained=trained)
 
     def _present_settings(self) -> Settings:
         """Returns what the user asked for, and what of it this loop, its model and its optimizers allow."""

@@ -9,6 +9,7 @@ an evaluation follows it on one of several ranks, the plan waits (`recorded`) fo
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
@@ -110,6 +111,18 @@ class Session:
     def plan(self) -> Plan | None:
         """Returns the plan that was given, or the one that stands; None until the first step has ended."""
         return self._live.plan
+
+    def save_plan(self, path: str | Path) -> None:
+        """Writes the plan that stands into a file that `memwall.Plan.load` and `memwall run --plan` read.
+
+        Of several ranks each has to call it at the same point of its loop: there is one file, which rank 0 writes, and
+        where ranks train unlike models it holds a plan for each kind of them.
+
+        Raises:
+            PlanError: there is no plan yet, or the file cannot be written.
+            RankError: a rank is missing.
+        """
+        self._live.save(Path(path))
 
     @property
     def trace(self) -> Trace | None:

@@ -1,12 +1,14 @@
 """One plan for ranks that are alike: made by the one that needs the most, for the least that any of them has.
 
-Ranks are alike if they train the same modules by the same optimizer; each kind of rank has a plan of its own. What a
-plan decides where a block has a collective is then the same on all that wait for it.
+Ranks are alike if they train the same parameters of the same modules by the same optimizer; each kind of rank has a
+plan of its own. What a plan decides where a block has a collective is the same on all that wait for it: where there is
+one in forward, ranks with the same modules are alike, whatever parameters they train.
 """
 
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import torch
@@ -14,7 +16,7 @@ from msgspec import Struct
 
 from memwall.errors import InfeasibleError, MemwallError, RankError
 from memwall.machine.tiers import Machine, Tier
-from memwall.planning.planfile import Plan, decoded
+from memwall.planning.planfile import Plan, decoded, save_for_ranks
 from memwall.planning.settings import Settings
 from memwall.predict.first_step import FirstStep
 from memwall.predict.live_device import live_process
@@ -23,9 +25,11 @@ from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
-__all__ = ["Solve", "agreed_excess", "check_equal", "planned_together", "tell_of_failure"]
+__all__ = ["Solve", "agreed_excess", "check_equal", "planned_together", "save_together", "tell_of_failure"]
 
 _log = logging.getLogger(__name__)
+
+_COLLECTIVES = ("c10d.", "_c10d_functional.", "c10d_functional.")
 
 Solve = Callable[[Trace, Settings], tuple[Trace, Plan]]
 """Makes a plan from a trace, and returns the trace with what planning itself has left in the process."""
@@ -64,14 +68,21 @@ class _Answer(Struct, frozen=True, kw_only=True):
     """Budget, smallest feasible budget, relaxations, and what is not modelled, where nothing fits."""
 
 
-def planned_together(ranks: Ranks, trace: Trace, settings: Settings, solve: Solve) -> tuple[Trace, Plan]:
+def planned_together(
+    ranks: Ranks, trace: Trace, settings: Settings, solve: Solve, *, trained: Sequence[bool]
+) -> tuple[Trace, Plan]:
     """Returns the plan of all ranks like this one, and this one's trace with the figures that the plan was made from.
+
+    Args:
+        trained: of each parameter whether it takes gradients.
 
     Raises:
         InfeasibleError: nothing fits, on any of them.
         RankError: the rank that plans for this one failed.
     """
-    said = [msgspec.json.decode(message, type=_Figures) for message in ranks.gathered(_encoded(trace, settings))]
+    said = [
+        msgspec.json.decode(message, type=_Figures) for message in ranks.gathered(_encoded(trace, settings, trained))
+    ]
     planners: dict[str, int] = {}
     for rank, figures in enumerate(said):
         best = planners.setdefault(figures.kind, rank)
@@ -112,17 +123,21 @@ def planned_together(ranks: Ranks, trace: Trace, settings: Settings, solve: Solv
     return msgspec.structs.replace(trace, base_bytes=answer.base_bytes), plan
 
 
-def check_equal(ranks: Ranks, plan: Plan) -> None:
-    """Checks that every rank that trains the same model has the same plan.
+def check_equal(ranks: Ranks, plan: Plan, *, trained: Sequence[bool]) -> None:
+    """Checks that every rank that trains the same parameters of the same model has the same plan.
+
+    Args:
+        trained: of each parameter whether it takes gradients.
 
     Raises:
         RankError: one has another; the same message on all ranks.
     """
-    own = msgspec.json.encode((plan.model_fingerprint, plan.plan_hash, [str(action) for action in plan.actions]))
+    trains = f"{plan.model_fingerprint} {tuple(trained)}"
+    own = msgspec.json.encode((trains, plan.plan_hash, [str(action) for action in plan.actions]))
     first: dict[str, tuple[int, str, list[str]]] = {}
     for rank, message in enumerate(ranks.gathered(own)):
-        fingerprint, plan_hash, actions = msgspec.json.decode(message, type=tuple[str, str, list[str]])
-        other_rank, other_hash, other_actions = first.setdefault(fingerprint, (rank, plan_hash, actions))
+        kind, plan_hash, actions = msgspec.json.decode(message, type=tuple[str, str, list[str]])
+        other_rank, other_hash, other_actions = first.setdefault(kind, (rank, plan_hash, actions))
         if plan_hash != other_hash:
             pairs = zip(other_actions, actions, strict=False)
             found = next((f": {one} against {two}" for one, two in pairs if one != two), "")
@@ -130,6 +145,18 @@ def check_equal(ranks: Ranks, plan: Plan) -> None:
                 f"rank {other_rank} has plan {other_hash[:12]}, rank {rank} has plan {plan_hash[:12]}{found}; give "
                 "all ranks that train one model the same plan"
             )
+
+
+def save_together(ranks: Ranks, plan: Plan, path: Path) -> None:
+    """Writes the plans of all ranks into one file, by rank 0; all of them have to come.
+
+    Raises:
+        PlanError: the file cannot be written, on rank 0 alone.
+        RankError: a rank is missing.
+    """
+    plans = ranks.gathered(plan.encode())
+    if not ranks.rank:
+        save_for_ranks(path, [decoded(msgspec.json.decode(each), Plan) for each in plans])
 
 
 def agreed_excess(ranks: Ranks, excess_bytes: int) -> int:
@@ -152,10 +179,10 @@ def tell_of_failure(ranks: Ranks) -> None:
     ranks.largest((0, ranks.rank + 1))
 
 
-def _encoded(trace: Trace, settings: Settings) -> bytes:
+def _encoded(trace: Trace, settings: Settings, trained: Sequence[bool]) -> bytes:
     process = live_process(trace)
     figures = _Figures(
-        kind=_kind(trace),
+        kind=_kind(trace, trained),
         needed_bytes=process.bare(steady_step(trace)).process_bytes,
         base_bytes=trace.base_bytes,
         workspace_bytes=trace.workspace_bytes,
@@ -173,9 +200,17 @@ def _encoded(trace: Trace, settings: Settings) -> bytes:
     return msgspec.json.encode(figures)
 
 
-def _kind(trace: Trace) -> str:
+def _kind(trace: Trace, trained: Sequence[bool]) -> str:
     facts = (trace.model_fingerprint, trace.optimizer, trace.device.partition(":")[0], trace.num_micro_batches)
-    return hashlib.sha256(repr((*facts, trace.autocast, torch.__version__)).encode()).hexdigest()
+    # A collective that runs again on one rank, and not on another that has a plan of its own, waits for ever.
+    told_apart = () if _has_collective(trace) else tuple(trained)
+    return hashlib.sha256(repr((*facts, trace.autocast, torch.__version__, told_apart)).encode()).hexdigest()
+
+
+def _has_collective(trace: Trace) -> bool:
+    """Tells whether ranks wait for each other in forward."""
+    collectives = {number for number, name in enumerate(trace.names) if name.startswith(_COLLECTIVES)}
+    return any(op.name in collectives for step in trace.steps for op in step.ops if op.phase == "forward")
 
 
 def _of_worst(alike: Sequence[_Figures], trace: Trace, settings: Settings) -> tuple[Trace, Settings]:

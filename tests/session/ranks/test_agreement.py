@@ -2,13 +2,12 @@
 
 import copy
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from rank_threads import on_ranks
 from torch import Tensor, distributed, nn
 
 from memwall.apply.microbatch import MicroBatches
@@ -17,22 +16,6 @@ from memwall.session.ranks.agreement import Ranks
 from memwall.session.ranks.shared_plan import agreed_excess, tell_of_failure
 
 pytestmark = pytest.mark.skipif(not distributed.is_gloo_available(), reason="this torch has no gloo")
-
-
-def on_ranks(num_ranks: int, do: Callable[[Ranks], Any]) -> list[Any]:
-    """Returns what each of the ranks returns, or raises."""
-    store = distributed.HashStore()
-    store.set_timeout(timedelta(seconds=2))
-
-    def run(rank: int) -> Any:
-        group = distributed.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=2))
-        try:
-            return do(Ranks(store, group, rank=rank, num_ranks=num_ranks))
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(num_ranks) as pool:
-        return list(pool.map(run, range(num_ranks)))
 
 
 def test_all_hear_what_each_says_and_what_one_says() -> None:
