@@ -59,9 +59,12 @@ def test_hooks_hear_of_each_call_of_a_forward_once(patches: Patches) -> None:
 
 @pytest.mark.usefixtures("calls")
 def test_a_model_that_is_called_is_left_as_it_was() -> None:
+    script = torch.jit.script
     layer = Layer()
     assert "forward" in vars(Layer)
+    assert torch.jit.script is not script
     layer(torch.ones(2, 3))
+    assert torch.jit.script is script
     assert Layer.__dict__.get("forward") is OWN
     assert "forward" not in vars(layer)
 

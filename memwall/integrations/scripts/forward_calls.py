@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.patches import Patch, Patches
+from memwall.patches import Patch, Patches, undo_all
 from memwall.trace.attached import call_where_forward_is_called, has_hooks
 
 __all__ = ["ForwardCalls"]
+
+_COMPILING = ((torch, "compile"), (nn.Module, "compile"), (torch.jit, "script"), (torch.jit, "trace"))
 
 
 class ForwardCalls:
@@ -30,15 +32,13 @@ class ForwardCalls:
         self._classes: dict[type, Patch] = {}
         self._pid = os.getpid()
         self._patches = Patches("finds models whose forward a script calls itself")
+        self._while_waiting = Patches("leaves forwards alone that are compiled")
 
     def listen(self, patches: Patches) -> None:
         """Looks at optimizers that are made from now on."""
         patches.wrap(nn.Module, "named_parameters", self._asks)
         patches.wrap(torch.optim.Optimizer, "__init__", self._made_optimizer)
-        # What compiles a model reads its forward.
-        for owner, name in ((torch, "compile"), (nn.Module, "compile"), (torch.jit, "script"), (torch.jit, "trace")):
-            patches.wrap(owner, name, self._compiles)
-        patches.add("forwards", "of classes that are called by them", self._patches.undo)
+        patches.add("forwards", "of classes that are called by them", self._undo)
 
     def called(self, module: nn.Module) -> None:
         """Hears of every call of a module: one that is waited for is called as models are."""
@@ -65,6 +65,10 @@ class ForwardCalls:
     def _wait_for(self, model: nn.Module) -> None:
         kind, number = type(model), id(model)
         self._waiting[number] = weakref.ref(model, lambda _: self._waiting.pop(number, None))
+        if not self._classes:
+            # What compiles a model reads its forward; scripting looks at who calls it, and is left alone otherwise.
+            for owner, name in _COMPILING:
+                self._while_waiting.wrap(owner, name, self._compiles)
         if kind not in self._classes:
             self._classes[kind] = self._patches.wrap(kind, "forward", self._forward)
 
@@ -83,10 +87,15 @@ class ForwardCalls:
             patch = self._classes.pop(type(model), None)
             if patch is not None:
                 patch.undo()
+            if not self._classes:
+                self._while_waiting.undo()
 
     def _compiles(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._waiting.clear()
-        for patch in self._classes.values():
-            patch.undo()
-        self._classes.clear()
+        for found in list(self._waiting.values()):
+            model = found()
+            if model is not None:
+                self._let_go(model)
         return original(*args, **kwargs)
+
+    def _undo(self) -> None:
+        undo_all((self._while_waiting.undo, self._patches.undo))
