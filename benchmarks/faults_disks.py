@@ -125,7 +125,7 @@ def _failed(home: Path, number: int, plain: Ended) -> list[tuple[str, str]]:
         return [("hangs", "")]
     if ended.digest:
         return [("identical" if ended.digest == plain.digest else "different", ended.said)]
-    return [_resumed(home, partial(by_run, num_steps=NUM_STEPS), ended, plain)]
+    return [_resumed(home, partial(by_run, num_steps=NUM_STEPS), ended, plain, (6,))]
 
 
 def _on_a_small_disk(
@@ -145,7 +145,7 @@ def _on_a_small_disk(
         shutil.copytree(disk.mount / "run", copy / "kept")
     if ended.digest:
         return [("identical" if ended.digest == plain.digest else "different", ended.said)]
-    return [_resumed(copy, train, ended, plain)]
+    return [_resumed(copy, train, ended, plain, (2, 6))]  # 2 where it was full, or read-only, when the run began
 
 
 def _harmed(
@@ -161,13 +161,17 @@ def _harmed(
 
 
 def _resumed(
-    home: Path, train: Callable[[Path, Callable[[], None]], str], ended: Ended, plain: Ended
+    home: Path,
+    train: Callable[[Path, Callable[[], None]], str],
+    ended: Ended,
+    plain: Ended,
+    statuses: tuple[int, ...],
 ) -> tuple[str, str]:
-    """Goes on where a run has ended early; returns what came of it."""
+    """Goes on where a run has ended early, with one of these statuses; returns what came of it."""
     resumed = Forked(home, train).ended()
     if resumed is None or resumed.digest != plain.digest:
         return "different when resumed", ended.said + ("" if resumed is None else resumed.said)
-    return _judged(ended, (2, 6)), ended.said
+    return _judged(ended, statuses), ended.said
 
 
 def _judged(ended: Ended, statuses: tuple[int, ...]) -> str:
