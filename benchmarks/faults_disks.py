@@ -4,6 +4,7 @@ import ctypes
 import os
 import random
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -64,7 +65,7 @@ def _on_a_cut_disk(
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     with small_disk(folder, _BYTES_TO_CUT) as disk:
-        ended = _harmed(disk, way, partial(_cut, random.Random(seed)), seed * _STEPS // _CUTS)
+        ended = _harmed(disk, way, partial(_cut, random.Random(seed)), seed * _STEPS // _CUTS, is_stopped=True)
         if ended is None:
             yield from [("hangs", "")] * 2
             return
@@ -97,7 +98,7 @@ def _outcome(ended: Ended, plain: Ended, statuses: tuple[int, ...]) -> str:
 
 
 def _cut(draw: random.Random, disk: SmallDisk) -> None:
-    """Cuts the device off where a file of the run has blocks, or, every third time, anywhere."""
+    """Cuts the device off where a file of the run has been written, or, every third time, anywhere."""
     ranges = [blocks for path in disk.files() for blocks in disk.blocks_of(path)] if draw.random() < 2 / 3 else []
     blocks = draw.choice(ranges) if ranges else range(_BYTES_TO_CUT // 16, _BYTES_TO_CUT)
     disk.cut(draw.choice(blocks) // 512 * 512)
@@ -149,14 +150,27 @@ def _on_a_small_disk(
 
 
 def _harmed(
-    disk: SmallDisk, train: Callable[[Path, Callable[[], None]], str], harm: Callable[[SmallDisk], None], steps: int
+    disk: SmallDisk,
+    train: Callable[[Path, Callable[[], None]], str],
+    harm: Callable[[SmallDisk], None],
+    steps: int,
+    *,
+    is_stopped: bool = False,
 ) -> Ended | None:
-    """Trains with a small disk, which is harmed after so many steps; after 0 before anything is committed."""
+    """Trains with a small disk, which is harmed after so many steps; after 0 before anything is committed.
+
+    Args:
+        is_stopped: whether the run waits meanwhile, which would be over else before a place to harm is found.
+    """
     run = Forked(disk.beside, train)
     deadline = time.monotonic() + 60
     while run.printed().count("step ") < steps and time.monotonic() < deadline and not run.is_over():
         time.sleep(0.002)
+    if is_stopped and not run.is_over():
+        os.kill(run.process_id, signal.SIGSTOP)
     harm(disk)
+    if is_stopped and not run.is_over():
+        os.kill(run.process_id, signal.SIGCONT)
     return run.ended(180)
 
 

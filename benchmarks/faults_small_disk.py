@@ -55,9 +55,10 @@ class SmallDisk(NamedTuple):
         return [*found, *([data] if data.exists() else [])]
 
     def blocks_of(self, path: Path) -> list[range]:
-        """Returns the ranges of bytes of the device that a file has."""
+        """Returns the ranges of bytes of the device that a file has written to; not those that it has reserved."""
         shown = subprocess.run(["filefrag", "-b1", "-v", path], capture_output=True, text=True, check=True).stdout
-        found = re.findall(r"^\s*\d+:\s*\d+\.\.\s*\d+:\s*(\d+)\.\.\s*(\d+):", shown, re.MULTILINE)
+        written = "\n".join(line for line in shown.splitlines() if "unwritten" not in line)
+        found = re.findall(r"^\s*\d+:\s*\d+\.\.\s*\d+:\s*(\d+)\.\.\s*(\d+):", written, re.MULTILINE)
         return [range(int(first), int(last) + 1) for first, last in found]
 
     def rescue(self, target: Path) -> bool:
