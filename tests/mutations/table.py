@@ -312,4 +312,25 @@ MUTATIONS = (
         "if True",
         ("tests/session/test_evaluation_batch.py",),
     ),
+    Mutation(
+        "a block's collective runs again on some ranks and not on those that have another plan",
+        "memwall/session/ranks/shared_plan.py",
+        "told_apart = () if _has_collective(trace) else tuple(trained)",
+        "told_apart = tuple(trained)",
+        ("tests/session/ranks/test_unlike_ranks.py",),
+    ),
+    Mutation(
+        "a rank whose blocks are frozen follows the plan of one that trains them",
+        "memwall/session/ranks/shared_plan.py",
+        "told_apart = () if _has_collective(trace) else tuple(trained)",
+        "told_apart = ()",
+        ("tests/session/ranks/test_unlike_ranks.py",),
+    ),
+    Mutation(
+        "workers of DLRover pass over a batch, since its version is the one that they have seen",
+        "memwall/integrations/dlrover.py",
+        "    loader.version += 1\n",
+        "",
+        ("tests/integrations/test_dlrover.py",),
+    ),
 )
