@@ -29,13 +29,40 @@ _PAGE_BYTES = mmap.PAGESIZE
 _CLEAR_REFS = "/proc/self/clear_refs"
 
 
+_kept: list[int] = []
+"""The open file of `_status`, if there is one."""
+
+
 def _read(path: str) -> bytes:
-    """Returns what the kernel says in one read: several of them in each step are to cost nothing."""
+    """Returns what the kernel says in one read."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(file, _MOST_SAID_BYTES)
     finally:
         os.close(file)
+
+
+def _status() -> bytes:
+    """Returns what the kernel says of this process, in each step from a file that stays open: to open it takes longer.
+
+    After a fork that file is the parent's, and a daemon that closes what it finds open may have given its number to
+    another file: what is read has to be about this process.
+    """
+    if _kept:
+        try:
+            text = os.pread(_kept[0], _MOST_SAID_BYTES, 0)
+        except OSError:
+            text = b""
+        if b"\nPid:\t%d\n" % os.getpid() in text:
+            return text
+    _kept[:] = [os.open(_STATUS, os.O_RDONLY | os.O_CLOEXEC)]
+    return os.pread(_kept[0], _MOST_SAID_BYTES, 0)
+
+
+def _status_bytes(name: bytes) -> int:
+    """Returns a figure of the process's memory (proc_pid_status(5): in kB of 1024 bytes); 0 where there is none."""
+    _, _, rest = _status().partition(name)
+    return int(rest.split(maxsplit=1)[0]) * 1024 if rest else 0
 
 
 def process_bytes() -> int:
@@ -56,10 +83,9 @@ def _bytes_elsewhere() -> int:
 def process_peak_bytes() -> int:
     """Returns the highest resident bytes of this process since it started or since the last reset (VmHWM)."""
     try:
-        _, _, rest = _read(_STATUS).partition(b"VmHWM:")
+        return _status_bytes(b"VmHWM:")
     except FileNotFoundError:
         return _bytes_elsewhere()
-    return int(rest.split(maxsplit=1)[0]) * 1024 if rest else 0  # proc_pid_status(5): in kB of 1024 bytes
 
 
 def reset_process_peak() -> bool:
@@ -121,9 +147,16 @@ class HostMeter:
     """Reads the resident bytes of the process."""
 
     device = "cpu"
-    now_bytes = standing_bytes = staticmethod(process_bytes)
+    now_bytes = staticmethod(process_bytes)
     peak_bytes = staticmethod(process_peak_bytes)
     reset_peak = staticmethod(reset_process_peak)
+
+    def standing_bytes(self) -> int:
+        """Returns the resident bytes, by the read that costs a step the least."""
+        try:
+            return _status_bytes(b"VmRSS:")
+        except FileNotFoundError:
+            return _bytes_elsewhere()
 
     def allocator_peak(self) -> None:
         """Nothing: malloc says less of itself than the system does."""

@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from torch import Tensor
+
 from memwall.apply.microbatch import tensors_in
 from memwall.planning.planfile import Plan
 from memwall.trace.records import Trace
@@ -15,6 +17,8 @@ Shape = tuple[int, ...]
 
 def input_shape(args: Any, kwargs: Any) -> Shape:
     """Returns the shape of the first tensor in a model's arguments that has any, as a recorded step has it."""
+    if args and type(args[0]) is Tensor and args[0].dim() > 0:  # as nearly always, and quickly found
+        return tuple(args[0].shape)
     tensors = (tensor for value in (args, kwargs) for tensor in tensors_in(value))
     return next((tuple(tensor.shape) for tensor in tensors if tensor.dim() > 0), ())
 

@@ -51,13 +51,15 @@ class Measurements(Struct, kw_only=True):
     """The most that the caching allocator counted in the steps under the plan; None where there is none."""
     script_peaks: SeparatePeaks | None = None
 
-    def note_peak(self, shown_bytes: int = 0) -> None:
-        """Notes what the process held at most; to be called before every reset of its peak, and at the end.
+    def note_peak(self, shown_bytes: int = 0) -> int:
+        """Notes what the process held at most, and returns it; to be called before each reset of that, and at the end.
 
         Args:
             shown_bytes: what of it the system has filled from a file to show parameters there, and can take back.
         """
-        self.note(self.meter.peak_bytes() - shown_bytes)
+        peak_bytes = self.meter.peak_bytes() - shown_bytes
+        self.note(peak_bytes)
+        return peak_bytes
 
     def note(self, peak_bytes: int) -> None:
         """Notes that the process has held so much."""

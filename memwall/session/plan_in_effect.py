@@ -91,7 +91,11 @@ class PlanInEffect:
     def failure(self) -> MemwallError | None:
         """Returns what failed where no hook of the session sees it: in a transfer within autograd, in an effect."""
         applied = () if self.applied is None else (self.applied.engine, self.applied.effects)
-        return next((part.failure for part in (*applied, self.keeper, self.parameters) if part and part.failure), None)
+        for part in (*applied, self.keeper, self.parameters):
+            found: MemwallError | None = None if part is None else part.failure
+            if found is not None:
+                return found
+        return None
 
     @property
     def moved_bytes(self) -> tuple[int, int]:

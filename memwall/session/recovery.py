@@ -39,19 +39,31 @@ class Recovery:
         self._live, self._borders, self._measured = live, borders, measured
         self._excess_bytes = 0
         """Bytes by which the last step under the plan exceeded what the plan promised, the budget being near."""
+        self._ended_bytes = 0
+        """What was held at most when the last step under the plan had ended."""
         self._can_plan_again = True
         self._shortage: Exhaustion | None = None
         """Says what the optimizer's step lacked, in the last step."""
 
     # -- steps that took more than foreseen ----------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Measures a step from here on: what ran since the last one, an evaluation say, is no part of it."""
-        self._measured.note_peak()
-        self._can_plan_again &= self._measured.meter.reset_peak()
+    def begin_step(self, *, is_told: bool) -> None:
+        """Measures a step from here on: what ran since the last one, an evaluation say, is no part of it.
+
+        A peak that is the last steps' own, and far from the budget, stands: nobody asks whether this step stays below.
+
+        Args:
+            is_told: whether somebody is told the figures of each step.
+        """
+        measured, plan = self._measured, self._live.plan
+        peak_bytes = measured.note_peak()
+        is_theirs = measured.meter.device == "cpu" and peak_bytes == self._ended_bytes
+        if is_told or plan is None or not is_theirs or _is_near_budget(plan, peak_bytes):
+            self._can_plan_again &= measured.meter.reset_peak()
 
     def end_step(self, peak_bytes: int) -> None:
         """Notes what a step under the plan held at most."""
+        self._ended_bytes = peak_bytes
         if self._live.plan is not None and self._live.trace is not None and self._can_plan_again:
             self._excess_bytes = (
                 0 if self._live.in_effect.device_budget.is_kept else excess_bytes(self._live.plan, peak_bytes)
@@ -236,9 +248,12 @@ class Recovery:
 def excess_bytes(plan: Plan, peak_bytes: int) -> int:
     """Returns how far a step's peak lies above what the plan foresaw; 0 within the margin, or far from the budget."""
     excess = peak_bytes - _foreseen_bytes(plan)
-    margin_bytes, budget_bytes = plan.forecast.margin_bytes, plan.forecast.budget_bytes
-    is_near = budget_bytes is not None and peak_bytes + margin_bytes > budget_bytes
-    return excess if excess > margin_bytes and is_near else 0
+    return excess if excess > plan.forecast.margin_bytes and _is_near_budget(plan, peak_bytes) else 0
+
+
+def _is_near_budget(plan: Plan, peak_bytes: int) -> bool:
+    budget_bytes = plan.forecast.budget_bytes
+    return budget_bytes is not None and peak_bytes + plan.forecast.margin_bytes > budget_bytes
 
 
 def _budget_after(plan: Plan, found: Exhaustion) -> int:

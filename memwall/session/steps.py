@@ -9,9 +9,10 @@ from torch import nn
 
 from memwall.apply.offload.parking import close_unneeded
 from memwall.errors import MemwallError, NoEffectError, RankError
+from memwall.session.layers import Layers
 from memwall.session.live_plan import LivePlan
 from memwall.session.longer_batch import is_too_large
-from memwall.session.measurements import Measurements, trained_parameters
+from memwall.session.measurements import Measurements
 from memwall.session.ranks.shared_plan import tell_of_failure
 from memwall.session.recovery import Recovery
 from memwall.session.redo import Redo
@@ -70,6 +71,7 @@ class Steps:
         """Optimizers that had stepped when the plan was made."""
         self._unseen = UnseenSteps(self.measured, lambda: self.live.budget_bytes, self.live.in_effect.allocator)
         self._stages, self._first_turns = Stages(), FirstTurns()
+        self._layers: Layers | None = None
         self._is_outgrown = False
         """Whether the loop trains other models than the trace and the plan are of."""
         self._num_checked = 0
@@ -234,7 +236,7 @@ class Steps:
         close_unneeded()
         self._room.before_step()
         num_changes = self.live.in_effect.num_changes
-        device = next((p.device for p in self.borders.attached_model.parameters()), torch.device("cpu"))
+        device = self._layers_here.device
         try:
             check_not_captured(device)
             self.live.in_effect.end_showing()
@@ -255,7 +257,7 @@ class Steps:
             raise
         if self.state == "running":
             self.live.in_effect.device_budget.begin_step()
-            self.recovery.begin_step()
+            self.recovery.begin_step(is_told=self.log.on_step is not None)
             self._growth.begin_step()
         if self.live.in_effect.num_changes != num_changes:
             self._clock.forget()
@@ -365,7 +367,7 @@ class Steps:
 
         One that it comes back to is not new: its plan takes the place of the present one.
         """
-        stage = trained_parameters(self.borders.attached_model)
+        stage = self._layers_here.trained()
         if self.live.is_given or stage == self._stages.planned:
             self._stages.goes_on()
             return False
@@ -378,10 +380,17 @@ class Steps:
             self.live.change_to(revision)
         return False
 
+    @property
+    def _layers_here(self) -> Layers:
+        model = self.borders.attached_model
+        if self._layers is None or self._layers.model is not model:
+            self._layers = Layers(model)
+        return self._layers
+
     def _begin_run(self) -> None:
         self.measured.begin_run(self.borders.attached_model)
         self.borders.watch_optimizers()
-        self._stages.begin(trained_parameters(self.borders.attached_model))
+        self._stages.begin(self._layers_here.trained())
         self.live.begin()
         self.state = "running" if self.live.is_given else "recording"
 

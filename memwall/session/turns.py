@@ -59,8 +59,10 @@ class Turns:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that an optimizer has stepped."""
-        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        models = set().union(*(self._models_of.get(each, ()) for each in ids))
+        models: set[int] = set()
+        if len(self._all) > 1:
+            ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            models.update(*(self._models_of.get(each, ()) for each in ids))
         self._stepped |= models or self._all  # an optimizer may hold its own copies, as DeepSpeed's do
         self._idle -= self._stepped
         self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1

@@ -12,6 +12,7 @@ __all__ = [
     "is_loader_iterator",
     "is_running_norm",
     "own_buffers",
+    "own_modules",
     "own_parameters",
     "waits_for_new_buckets",
     "with_parameters",
@@ -30,6 +31,14 @@ own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = instance_attribut
     "torch.nn.Module._buffers", "putting buffers in their places without their module's checks"
 )
 """Returns a module's own buffers by name, in the dict that the module itself reads.
+
+Raises NotAvailableError at a module without it.
+"""
+
+own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = instance_attribute(
+    "torch.nn.Module._modules", "noticing cheaply in each step that a loop has changed a model's layers"
+)
+"""Returns a module's own modules by name, in the dict that the module itself reads.
 
 Raises NotAvailableError at a module without it.
 """

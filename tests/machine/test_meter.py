@@ -3,6 +3,8 @@
 There is no CUDA here: its calls are stand-ins that say what a card would.
 """
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,15 @@ import torch
 from torch import nn
 
 import memwall
-from memwall.machine.meter import CudaMeter, HostMeter, meter_of
+from memwall.machine import meter
+from memwall.machine.meter import (
+    CudaMeter,
+    HostMeter,
+    meter_of,
+    process_bytes,
+    process_peak_bytes,
+    reset_process_peak,
+)
 from memwall.session.measurements import Measurements
 from memwall.trace.trace_builder import TraceBuilder
 
@@ -158,3 +168,37 @@ def test_on_a_card_the_budget_is_about_what_follows_the_recorded_step(device: st
     measured.note_peak()
     assert measured.judged_peak_bytes == judged_bytes
     assert measured.overall_peak_bytes == measured.first_step_peak_bytes == 9 * GIB
+
+
+def test_the_peak_is_this_process_s_though_its_file_stays_open() -> None:
+    """GIVEN a process that has read its peak WHEN it forks THEN the child reads its own, which is lower."""
+    held = torch.ones(64 * MIB, dtype=torch.uint8)
+    del held
+    parent_bytes = process_peak_bytes()
+    end, start = os.pipe()
+    child = os.fork()
+    if child == 0:
+        reset_process_peak()
+        os.write(start, b"%d" % process_peak_bytes())
+        os._exit(0)
+    os.waitpid(child, 0)
+    child_bytes = int(os.read(end, 32))
+    os.close(end)
+    os.close(start)
+    assert 0 < child_bytes < parent_bytes
+
+
+@pytest.mark.parametrize("is_reused", [False, True], ids=["closed", "given to another file"])
+def test_a_script_may_close_every_file_that_it_finds_open(tmp_path: Path, is_reused: bool) -> None:
+    before_bytes = process_peak_bytes()
+    (number,) = meter._kept
+    os.close(number)
+    other = tmp_path / "other"
+    other.write_text("VmHWM: 1 kB\n")
+    found = os.open(other, os.O_RDONLY)
+    if is_reused:
+        os.dup2(found, number)
+    assert process_peak_bytes() >= before_bytes
+    assert HostMeter().standing_bytes() == pytest.approx(process_bytes(), abs=4 * MIB)
+    for each in {found, number} if is_reused else {found}:
+        os.close(each)

@@ -104,6 +104,7 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
         "torch.nn.init._no_grad_trunc_normal_": (lambda door: drawn_without_sampling(door), [1.0, 1.0, 1.0]),
     },
     modules: {
+        "torch.nn.Module._modules": (lambda door: door.own_modules(torch.Generator()), RAISES),
         "torch.nn.Module._parameters": (lambda door: door.own_parameters(torch.Generator()), RAISES),
         "torch.nn.Module._buffers": (lambda door: door.own_buffers(torch.Generator()), RAISES),
         "torch.nn.Module._non_persistent_buffers_set": (

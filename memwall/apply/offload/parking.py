@@ -117,6 +117,8 @@ def open_engine(
 
 def close_unneeded() -> None:
     """Closes what was to be closed and waited for a backward that has run now. To be called between steps."""
+    if not _needed:
+        return
     with _closing:
         ready = [pair for pair in _needed if not pair[0].num_held]
         _needed[:] = [pair for pair in _needed if pair not in ready]

@@ -42,8 +42,8 @@ def rise_per_step(values: Sequence[float], stretch: int, least: float) -> float 
         least: what they must have risen by in all.
     """
     last = values[-_NUM_STRETCHES * stretch :]
-    if len(last) < _NUM_STRETCHES * stretch:
-        return None
+    if len(last) < _NUM_STRETCHES * stretch or min(last[-stretch:]) - min(last[:stretch]) < least:
+        return None  # as in nearly every step, and quickly found
     lows = [min(last[i : i + stretch]) for i in range(0, len(last), stretch)]
     rises = [after - before for before, after in itertools.pairwise(lows)]
     rise = (lows[-1] - lows[0]) / (len(rises) * stretch)

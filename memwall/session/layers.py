@@ -1,0 +1,39 @@
+"""Answers what each step asks of a model's parameters, without a walk over its modules: that takes 0.1 ms by itself."""
+
+import torch
+from torch import nn
+
+from memwall.torch_internals.dispatch import without_subclass_functions
+from memwall.torch_internals.modules import own_modules, own_parameters
+
+__all__ = ["Layers"]
+
+
+class Layers:
+    """Holds the modules of a model, and finds them anew once one was added, taken away, or put in another's place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._find()
+
+    def trained(self) -> tuple[bool, ...]:
+        """Returns of each parameter whether it takes gradients, as often as modules have it."""
+        if [module for modules in self._modules for module in modules.values()] != self._found:
+            self._find()
+        with without_subclass_functions():  # to look at parameters on disk does not bring them in
+            return tuple([one.requires_grad for own in self._parameters for one in own.values() if one is not None])
+
+    @property
+    def device(self) -> torch.device:
+        """Returns where the first parameter is; the CPU without one."""
+        for own in self._parameters:
+            for one in own.values():
+                if one is not None:
+                    return one.device
+        return torch.device("cpu")
+
+    def _find(self) -> None:
+        modules = list(self.model.modules())
+        self._parameters = [own_parameters(module) for module in modules]
+        self._modules = [own_modules(module) for module in modules]
+        self._found = [module for own in self._modules for module in own.values()]
