@@ -1,5 +1,9 @@
 """The figures that a session measures while it runs, and counts between steps."""
 
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import msgspec
 import torch
 from msgspec import Struct
@@ -50,14 +54,22 @@ class Measurements(Struct, kw_only=True):
     allocator: AllocatorPeak | None = None
     """The most that the caching allocator counted in the steps under the plan; None where there is none."""
     script_peaks: SeparatePeaks | None = None
+    shown_bytes: Callable[[], int] = lambda: 0
+    """Returns what the system holds to show parameters that are on disk, and can take back."""
+    showing: AbstractContextManager[object] = msgspec.field(default_factory=threading.RLock)
+    """Is held while that is counted, or let go of, by whichever thread does so."""
 
-    def note_peak(self, shown_bytes: int = 0) -> int:
+    def held_peak_bytes(self) -> int:
+        """Returns what the process has held at most, for warning and verdict, without what the system can take back."""
+        with self.showing:
+            return self.meter.peak_bytes() - self.shown_bytes()
+
+    def note_peak(self) -> int:
         """Notes what the process held at most, and returns it; to be called before each reset of that, and at the end.
 
-        Args:
-            shown_bytes: what of it the system has filled from a file to show parameters there, and can take back.
+        What the system can take back is no part of it.
         """
-        peak_bytes = self.meter.peak_bytes() - shown_bytes
+        peak_bytes = self.held_peak_bytes()
         self.note(peak_bytes)
         return peak_bytes
 

@@ -76,6 +76,7 @@ class PlanInEffect:
         """Host memory below a model on CUDA: what plans are made with is what they are applied with."""
         self.allocator = AllocatorHandler()
         self.parameters = ParameterKeeper(disk, disk_capacity_bytes)
+        measured.shown_bytes = lambda: self.parameters.shown_bytes
         self.keeper = StateKeeper(disk, disk_capacity_bytes, self.parameters.around_step)
         self.micro = MicroBatches()
         self.is_cooperative = False
@@ -258,10 +259,13 @@ class PlanInEffect:
 
     def end_showing(self) -> None:
         """Ends what was shown of parameters on disk, to save them: it is no part of the step that follows."""
-        shown_bytes = self.parameters.end_showing()
-        if shown_bytes:
-            self._measured.note_peak(shown_bytes)
-            self._measured.meter.reset_peak()
+        with self._measured.showing:
+            is_shown = self.parameters.shown_bytes > 0
+            if is_shown:
+                self._measured.note_peak()
+            self.parameters.end_showing()
+            if is_shown:
+                self._measured.meter.reset_peak()
 
     def count_state(self, *, is_recorded: bool = False) -> None:
         """Counts what of state and parameters was moved since the last time."""

@@ -195,9 +195,15 @@ class ParameterKeeper:
         if self._building is not None:
             self._building.end()
 
-    def end_showing(self) -> int:
-        """Lets go of what is shown, and returns its bytes, between two steps (`ParameterTier.end_showing`)."""
-        return 0 if self._streaming is None else self._streaming.end_showing()
+    def end_showing(self) -> None:
+        """Lets go of what is shown, between two steps (`ParameterTier.end_showing`)."""
+        if self._streaming is not None:
+            self._streaming.end_showing()
+
+    @property
+    def shown_bytes(self) -> int:
+        """Counts what the system has in memory now to show what is on disk, and can take back."""
+        return 0 if self._streaming is None else self._streaming.tier.shown_bytes
 
     def around_step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns an optimizer's step below its hooks that brings in the parameters it steps while they are away."""

@@ -146,10 +146,10 @@ class ParameterStreaming:
         """Counts the bytes fetched from the disk so far."""
         return self.tier.pool.bytes_read
 
-    def end_showing(self) -> int:
-        """Lets go of what is shown, and returns its bytes, between a step and the next forward."""
+    def end_showing(self) -> None:
+        """Lets go of what is shown, between a step and the next forward."""
         with torch.no_grad(), without_subclass_functions():
-            return self.tier.end_showing()
+            self.tier.end_showing()
 
     def undo(self) -> None:
         """Brings everything back into memory and takes all hooks away.

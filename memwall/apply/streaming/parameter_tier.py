@@ -279,15 +279,14 @@ class ParameterTier:
         self._shrink()
         return result
 
-    def end_showing(self) -> int:
-        """Lets go of parameters that are shown, unless somebody still holds tensors over their memory.
+    @property
+    def shown_bytes(self) -> int:
+        """Counts the bytes that the system has in memory to `show` parameters, and can take back at any time."""
+        return sum(member.values.shown_bytes for member in list(self))
 
-        Returns the bytes that the system had in memory for that, and could take back at any time.
-        """
-        shown = [member for member in self if member.values.is_shown]
-        num_bytes = sum(member.values.shown_bytes for member in shown)
-        self.put_away(shown)
-        return num_bytes
+    def end_showing(self) -> None:
+        """Lets go of parameters that are shown, unless somebody still holds tensors over their memory."""
+        self.put_away([member for member in self if member.values.is_shown])
 
     def replace(self, member: StreamedParameter, run: Callable[[], Any]) -> Any:
         """Runs code that gives a parameter other memory: while models are built, of one that has left.

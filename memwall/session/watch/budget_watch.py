@@ -64,7 +64,10 @@ class BudgetWatch:
         """
         if not self._budget_bytes or self._measured.meter.device != "cpu":
             return
-        peak_bytes = self._measured.meter.peak_bytes() if peak_bytes is None else peak_bytes
+        if peak_bytes is None:
+            peak_bytes = self._measured.meter.peak_bytes()
+            if peak_bytes > self._budget_bytes:  # only then is it worth the time to look at what is shown
+                peak_bytes = self._measured.held_peak_bytes()
         if peak_bytes <= self._budget_bytes:
             return
         place, is_told_later = self._place()
