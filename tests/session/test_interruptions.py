@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from block_models import WIDTH, Model, train
@@ -17,6 +18,7 @@ from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.session.interruptions import interruptions_put_off
 from memwall.session.session import Session
 from memwall.store.buckets import DiskBucket
+from memwall.store.workers import Transfer
 
 PLACED = (
     ParameterPlacement(
@@ -103,3 +105,17 @@ def test_state_that_has_no_room_when_a_session_closes_is_told_once(
     told = caplog.text if is_failed else str(caught.value)
     assert "1.00 PiB could not be had" in told
     assert "load them from a checkpoint before they are used" in told
+
+
+@pytest.mark.parametrize("is_slow", [False, True], ids=["fast", "slow"])
+def test_what_the_disk_has_not_written_yet_is_on_its_way_and_not_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    """GIVEN writes that end only once they are waited for WHEN a step ends THEN its plan is not said to do nothing."""
+    model = Model()
+    if is_slow:
+        monkeypatch.setattr(Transfer, "is_done", property(lambda self: False))
+    placed = (msgspec.structs.replace(PLACED[0], window_bytes=1 << 17), PLACED[1])
+    with Session(plan=plan_of(model, *placed), disk=str(tmp_path)) as session:
+        train(session, model)
+    assert session.failure is None

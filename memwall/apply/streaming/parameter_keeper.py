@@ -205,6 +205,15 @@ class ParameterKeeper:
         """Counts what the system has in memory now to show what is on disk, and can take back."""
         return 0 if self._streaming is None else self._streaming.tier.shown_bytes
 
+    def await_writes(self) -> None:
+        """Returns once what is on its way to the disk takes no memory any more.
+
+        Raises:
+            StoreError: a transfer failed.
+        """
+        if self._streaming is not None:
+            self._streaming.tier.writes.drain()
+
     def around_step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns an optimizer's step below its hooks that brings in the parameters it steps while they are away."""
 

@@ -53,6 +53,12 @@ class ParameterEffect(Effect):
         return not self.contrary()
 
     def contrary(self) -> str:
+        if found := self._present():
+            self._parameters.await_writes()  # a disk may be slower than the loop
+            found = self._present()
+        return found
+
+    def _present(self) -> str:
         away_bytes, absent_bytes = self._parameters.away_bytes, self._parameters.absent_bytes
         if away_bytes == 0 and self._stays and self._parameters.num_spilled > self._num_spilled:
             return ""
