@@ -5,13 +5,13 @@
 Two scripts, a tiny network and a GPT of 100 million parameters, in three arms that take turns: plain; `memwall run`,
 which leaves them alone; and `memwall run --report`, which records their first step and plans, for nothing. They print
 their own processor seconds, which the work of other processes does not add to, and their resident bytes; torch's
-imports are in all arms. Then steps of two equal models in turns, one of them under a plan of `memwall.fit` that does
-nothing: the median of the differences within neighbours. Then the start of three commands beside Python's own. Writes
+imports are in all arms. Then steps of one model under a plan of `memwall.fit` that does nothing, in turns with and
+without what it has hooked: the median of the differences within neighbours. (Two equal models differ by up to 1 % of a
+step, by where their tensors lie.) Then the start of three commands beside Python's own. Writes
 results/cpu/start_up.json.
 """
 
 import argparse
-import copy
 import json
 import os
 import resource
@@ -20,12 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from workloads import Block
 
 import memwall
@@ -101,15 +104,15 @@ def steady(num_steps: int) -> dict[str, Any]:
     """Returns what a plan that does nothing takes of a step, of a small GPT with four layers."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    planned = nn.Sequential(*[Block(128, 4, is_causal=True) for _ in range(4)], nn.Linear(128, 128))
-    models = {"planned": planned, "plain": copy.deepcopy(planned)}
-    optimizers = {arm: torch.optim.AdamW(model.parameters()) for arm, model in models.items()}
+    model = nn.Sequential(*[Block(128, 4, is_causal=True) for _ in range(4)], nn.Linear(128, 128))
+    optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.randn(4, 128, 128)
     seconds: dict[str, list[float]] = {"planned": [], "plain": []}
-    with memwall.fit(planned, optimizers["planned"], budget="16GiB"):
+    with memwall.fit(model, optimizer, budget="16GiB"):
         for number in range(num_steps + 5):
             for arm in ("planned", "plain") if number % 2 else ("plain", "planned"):
-                seconds[arm].append(_step(models[arm], optimizers[arm], batch))
+                with _unhooked(model, optimizer) if arm == "plain" and number else nullcontext():
+                    seconds[arm].append(_step(model, optimizer, batch))
     pairs = list(zip(seconds["planned"][5:], seconds["plain"][5:], strict=True))
     plain = statistics.median(b for _, b in pairs)
     added = statistics.median(a - b for a, b in pairs)
@@ -121,7 +124,22 @@ def steady(num_steps: int) -> dict[str, Any]:
     }
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
+@contextmanager
+def _unhooked(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Takes every hook of a model and its optimizer away for a while."""
+    owners = [*(vars(module) for module in model.modules()), vars(optimizer), vars(sys.modules[Optimizer.__module__])]
+    hooks = [value for owner in owners for name, value in owner.items() if name.endswith("_hooks") and value]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, held in zip(hooks, kept, strict=True):
+            each.update(held)
+
+
+def _step(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> float:
     begin = time.process_time()
     model(batch).square().mean().backward()
     optimizer.step()
@@ -173,7 +191,7 @@ def main() -> None:
     """Measures the parts that are asked for, and writes them beside the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200, help="of each of the two models that take turns")
+    parser.add_argument("--steps", type=int, default=200, help="with, and as many without, what a plan has hooked")
     parts = (*_MODELS, "steady", "commands")
     parser.add_argument("parts", nargs="*", choices=[*parts, []], help="by default all of them")
     args = parser.parse_args()
