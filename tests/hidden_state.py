@@ -31,6 +31,10 @@ class Block(nn.Module):
         return y
 
 
+class Calls(list[Any]):
+    """Counts what runs: a plain list is put back as it was before a second run, which a test could not see then."""
+
+
 class PythonRandom(Block):
     def between(self, y: Tensor) -> Tensor:
         return y * random.gauss(0, 1)
@@ -142,6 +146,59 @@ class Alternating(Block):
     def between(self, y: Tensor) -> Tensor:
         self.is_odd = not self.is_odd
         return torch.tanh(y) * y if self.is_odd else y
+
+
+GENERATOR, GENERATORS = np.random.default_rng(5), {"of torch": torch.Generator(), "of Python": random.Random()}
+NUM_DRAWN = 0
+
+
+def drawn() -> float:
+    """A helper that forwards call, with state of its own."""
+    global NUM_DRAWN
+    NUM_DRAWN += 1
+    return NUM_DRAWN * float(GENERATOR.random())
+
+
+class GlobalGenerators(Block):
+    def between(self, y: Tensor) -> Tensor:
+        scale = torch.rand(1, generator=GENERATORS["of torch"]) * GENERATORS["of Python"].random()
+        return y * scale * float(GENERATOR.random())
+
+
+class HelperDraws(Block):
+    def between(self, y: Tensor) -> Tensor:
+        return y * drawn()
+
+
+def _defined_inside() -> type[Block]:
+    generator, num_calls = torch.Generator(), 0
+
+    class EnclosedGenerator(Block):
+        def between(self, y: Tensor) -> Tensor:
+            nonlocal num_calls
+            num_calls += 1
+            return y * torch.rand(1, generator=generator) * num_calls
+
+        @staticmethod
+        def seed() -> None:
+            nonlocal num_calls
+            generator.manual_seed(7)
+            num_calls = 0
+
+    return EnclosedGenerator
+
+
+EnclosedGenerator = _defined_inside()
+
+
+def seed_outside() -> None:
+    """Puts back what lies outside of these blocks."""
+    global NUM_DRAWN
+    NUM_DRAWN = 0
+    GENERATOR.bit_generator.state = np.random.default_rng(5).bit_generator.state
+    GENERATORS["of torch"].manual_seed(6)
+    GENERATORS["of Python"].seed(6)
+    EnclosedGenerator.seed()
 
 
 CLOCK = itertools.count(1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from block_models import PLACED, WIDTH, Block, Model, offload
+from hidden_state import Calls
 from plans import plan_of
 from torch import Tensor, nn
 
@@ -115,9 +116,9 @@ def test_a_recomputed_block_whose_results_are_written_past_autograd_ends_the_run
         assert model.blocks[1].inner.weight.grad is None
 
 
-def counted() -> tuple[type[Block], list[str]]:
+def counted() -> tuple[type[Block], Calls]:
     """Returns a block, and what it appends to whenever it runs."""
-    calls: list[str] = []
+    calls = Calls()
 
     class Counted(Block):
         def forward(self, x: Tensor) -> Tensor:

@@ -124,7 +124,11 @@ class HiddenState:
         elif kind in _CONTAINERS:
             if len(value) <= _MAX_OUTER_ITEMS:
                 self._outer_contents.append((value, value.copy()))
-        elif kind in _GENERATORS:
+            if kind in _SEARCHED and len(value) <= _MAX_SEARCHED:
+                for item in value.values() if kind is dict else value:
+                    if _is_generator(item):
+                        self._look_at({}, "", item, "", "")
+        elif _is_generator(value):
             self._look_at({}, "", value, "", "")
 
     def _own(self, owner: dict[str, Any], values: dict[str, Any], path: str) -> None:
@@ -196,6 +200,12 @@ class _Held:
         self.owner, self.key, self.tensor, self.name = owner, key, tensor, name
         self.version = version_of(tensor)
         self.before = tensor.detach().clone() if tensor.nbytes <= MAX_CLONED_BYTES else None
+
+
+def _is_generator(value: Any) -> bool:
+    kind = type(value)
+    is_numpy_s = kind.__name__ in ("Generator", "RandomState") and kind.__module__.startswith("numpy.random")
+    return kind in _GENERATORS or is_numpy_s
 
 
 def _refill(live: Any, copied: Any) -> None:

@@ -1,6 +1,7 @@
-"""Variables outside of a block that its forward may change: globals of its code, and what hooks inside it use.
+"""Variables outside of a block that its forward may change: those that its code names, and what hooks inside it use.
 
-A forward that runs twice would append to a global list twice, as would a hook that collects activations for the loss.
+A forward that runs twice would append to a global list twice, as would a hook that collects activations for the loss,
+and draw from a generator twice that is a global variable, or one of the function in which its class is defined.
 """
 
 import dis
@@ -25,18 +26,28 @@ class Variable(NamedTuple):
 
 
 def variables_of_code(modules: Sequence[nn.Module]) -> list[Variable]:
-    """Returns the global variables that methods of the modules' classes name, as far as they exist."""
+    """Returns the variables outside that methods of the modules' classes name, or functions of the same package do."""
     classes = {base for module in modules for base in type(module).__mro__ if not _is_foreign(base)}
-    functions = [function for kind in classes for function in vars(kind).values() if _is_code(function)]
-    return [variable for function in functions for variable in _globals_of(function)]
+    waiting = [function for kind in classes for function in vars(kind).values() if _is_code(function)]
+    packages = {_package_of(function) for function in waiting}
+    seen, found = set(waiting), []
+    while waiting:
+        function = waiting.pop()
+        for variable in (*_globals_of(function), *_enclosing_of(function)):
+            value = variable.read()
+            if not _is_code(value):
+                found.append(variable)
+            elif value not in seen and _package_of(value) in packages:
+                seen.add(value)
+                waiting.append(value)
+    return found
 
 
 def variables_of_hooks(modules: Sequence[nn.Module]) -> Iterator[Variable]:
     """Yields the variables that hooks around the modules' forwards were defined beside, and the globals they name."""
     for function in _hooks(modules):
         if _is_code(function):
-            for cell in function.__closure__ or ():
-                yield Variable(functools.partial(_content, cell), functools.partial(setattr, cell, "cell_contents"))
+            yield from _enclosing_of(function)
             yield from _globals_of(function)
 
 
@@ -66,6 +77,11 @@ def _globals_of(function: types.FunctionType) -> list[Variable]:
     return [Variable(functools.partial(names.get, name), functools.partial(names.__setitem__, name)) for name in found]
 
 
+def _enclosing_of(function: types.FunctionType) -> Iterator[Variable]:
+    for cell in function.__closure__ or ():
+        yield Variable(functools.partial(_content, cell), functools.partial(setattr, cell, "cell_contents"))
+
+
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
     used = (one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"))
@@ -83,5 +99,9 @@ def _is_code(value: Any) -> bool:
     return isinstance(value, types.FunctionType)
 
 
+def _package_of(value: Any) -> str:
+    return str(getattr(value, "__module__", "")).partition(".")[0]
+
+
 def _is_foreign(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).partition(".")[0] in _OTHERS
+    return _package_of(value) in _OTHERS

@@ -14,7 +14,11 @@ from hidden_state import (
     Alternating,
     Block,
     BufferInPlace,
+    Calls,
     Counting,
+    EnclosedGenerator,
+    GlobalGenerators,
+    HelperDraws,
     LayerDrop,
     LossesAppended,
     MeanInADict,
@@ -28,6 +32,7 @@ from hidden_state import (
     ReadsAGlobal,
     ReboundMean,
     assert_same,
+    seed_outside,
     trained,
     under,
 )
@@ -80,6 +85,22 @@ def test_hidden_state_is_what_it_was_in_forward(kind: type[Block], kept_ops: tup
     assert [state_of(block) for block in treated] == [state_of(block) for block in plain]
 
 
+@pytest.mark.parametrize("kind", [GlobalGenerators, HelperDraws, EnclosedGenerator])
+def test_state_outside_of_a_block_that_its_code_names_is_what_it_was_in_forward(kind: type[Block]) -> None:
+    """GIVEN generators and counts that are globals, a helper's, or of the function that defines the class THEN the bits
+    of a plain run come of it, and each is drawn from once.
+    """
+    torch.manual_seed(1)
+    plain = nn.Sequential(kind(), kind())
+    treated = copy.deepcopy(plain)
+    seed_outside()
+    expected = trained(plain)
+    seed_outside()
+    with under(treated, Recompute(block="0"), Recompute(block="1")) as executor:
+        assert_same(trained(treated), expected)
+        assert [executor.wrapped(path)[1].dropped for path in "01"] == ["", ""]
+
+
 def test_a_list_is_the_same_list_after_backward(recomputed: Recomputed) -> None:
     model = nn.Sequential(LossesAppended())
     losses = model[0].losses
@@ -119,7 +140,7 @@ def test_what_changes_between_forward_and_backward_stays_changed_and_does_not_re
 
 
 def test_a_block_is_proven_once_a_plan() -> None:
-    runs: list[int] = []
+    runs = Calls()
 
     class Noting(Block):
         def between(self, y: Tensor) -> Tensor:
