@@ -26,6 +26,27 @@ PATCHES = "memwall/patches.py"
 
 MUTATIONS = (
     Mutation(
+        "the records of a step are made while pages that its tensors have left are resident",
+        "memwall/session/recorded_step.py",
+        "self._allocator.trim()  # first: the records",
+        "# first: the records",
+        ("tests/session/test_end_of_recording.py",),
+    ),
+    Mutation(
+        "the state of an optimizer that the script has let go stays, and keeps parameters off the disk",
+        "memwall/session/steps.py",
+        "                self.borders.let_go_optimizers()\n",
+        "",
+        ("tests/session/test_stages.py",),
+    ),
+    Mutation(
+        "a step by torch.func is judged while it runs, and a budget is told that does not hold",
+        "memwall/session/unseen_steps.py",
+        "elif self._given() is not None:",
+        "elif False:",
+        ("tests/session/test_unseen_steps.py",),
+    ),
+    Mutation(
         "a first step that is left alone keeps all that it saves, and may pass its budget",
         "memwall/integrations/scripts/late_parking.py",
         "(self._engine is None and process_bytes() <= self._most_bytes)",
