@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 import torch
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 # Part of the margin that planning may use up before the plan is made again with it known.
 _GROWTH_SHARE = 0.1
+# What planning holds at least for the budget that a refusal tells to be rehearsed: below that the margin has room.
+_NOTED_BYTES = 16 << 20
 
 
 def asked(
@@ -138,6 +141,8 @@ def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tu
             first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, peak_bytes))
             settings = msgspec.structs.replace(settings, first_step=first)
         trace = charged(trace, max(0, grown_bytes))
+        if is_metered and peak_bytes - before_bytes > _NOTED_BYTES:
+            settings = _rehearsed(trace, settings)
         if is_too_small:
             raise RecordingSearch(trace, settings).infeasible()
         plan = make_plan(trace, settings)
@@ -157,6 +162,19 @@ def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tu
             "give a larger budget where that must not happen"
         )
     return trace, plan
+
+
+def _rehearsed(trace: Trace, settings: Settings) -> Settings:
+    """Plans for the budget that is about to be told, as the run under it does: that may hold more than a refusal."""
+    first = settings.first_step
+    if first is None:
+        return settings
+    smallest_bytes = RecordingSearch(trace, settings).smallest_bytes()
+    reset_process_peak()
+    with suppress(InfeasibleError):
+        make_plan(trace, msgspec.structs.replace(settings, budget_bytes=smallest_bytes))
+    needed_bytes = max(first.needed_bytes, process_peak_bytes())
+    return msgspec.structs.replace(settings, first_step=msgspec.structs.replace(first, needed_bytes=needed_bytes))
 
 
 def _warn_of_limit(trace: Trace, settings: Settings) -> None:

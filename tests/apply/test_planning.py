@@ -61,6 +61,16 @@ def test_a_refusal_counts_what_planning_held_at_most(trace: Trace, monkeypatch: 
     assert refused(trace, first) >= 700 * MIB
 
 
+def test_a_refusal_counts_what_planning_for_the_told_budget_holds(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a search that holds more where something fits THEN the run under the told budget has room for it."""
+    peaks = iter([700 * MIB, 790 * MIB])
+    monkeypatch.setattr(planning, "process_peak_bytes", lambda: next(peaks))
+    first = FirstStep(needed_bytes=150 * MIB, in_memory_bytes=0, stays_from_bytes=0)
+    assert refused(trace, first) >= 790 * MIB
+
+
 def test_an_evaluation_that_does_not_fit_is_refused_with_the_ways_out(trace: Trace) -> None:
     """GIVEN a step that has a plan WHEN a loader's batches are to pass the budget THEN the loader is named."""
     first = FirstStep(
