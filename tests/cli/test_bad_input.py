@@ -75,7 +75,7 @@ BESIDE_HOOKS = """
 import torch
 class Layer(torch.nn.Linear):
     def train_on(self, batch):
-        self.forward(batch).sum().backward()  # past every hook
+        torch.nn.functional.linear(batch, self.weight, self.bias).sum().backward()  # past every hook
         OPTIMIZER.step()
 layer = Layer(4, 2)
 OPTIMIZER = torch.optim.SGD(layer.parameters(), lr=0.1)
