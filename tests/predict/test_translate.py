@@ -75,6 +75,17 @@ def test_step_counters_stay_on_the_host_unless_fused(
     assert devices(fused=True) == {"cuda"}
 
 
+def test_what_a_number_is_copied_from_is_in_host_memory(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    """`torch.tensor(0.0)`, which starts each counter, has the value in a tensor of its own for the moment."""
+    workload = workload_of(lambda: nn.Linear(8, 8), lambda: torch.ones(2, 8), optimizer=torch.optim.AdamW)
+    trace = recorded(workload, "a100-80gb")
+    lifted = [op for op in trace.steps[0].ops if trace.names[op.name] == "aten.lift_fresh.default"]
+    assert lifted
+    assert {trace.steps[0].storages[index].device for op in lifted for index in op.inputs} == {"cpu"}
+
+
 def test_tensors_are_on_the_device(workload_of: Callable[..., Workload], recorded: Callable[..., Trace]) -> None:
     workload = workload_of(lambda: nn.Linear(8, 8), lambda: torch.ones(2, 8))
     trace = recorded(workload, "a100-80gb")

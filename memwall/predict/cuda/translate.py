@@ -26,6 +26,7 @@ __all__ = ["not_modelled", "recording_for", "translated"]
 # Which of them a CPU has an operator for, and which it takes to pieces, hangs on the layer, its dtype and the build.
 _RECURRENT = frozenset(("RNN", "LSTM", "GRU", "LSTMCell", "GRUCell"))
 _COUNTER_BYTES = 8
+_LIFT = "aten.lift_fresh.default"
 
 
 def recording_for(hardware: Hardware) -> CudaRecording:
@@ -116,14 +117,16 @@ def _on_device(step: Step, number: int, names: tuple[str, ...], hardware: Hardwa
     """Moves a step's tensors to the device, where cuBLAS has its workspaces.
 
     Step counters of optimizers that are neither fused nor capturable stay in host memory: torch/optim/adam.py and its
-    kin, `_init_group`.
+    kin, `_init_group`. So does what `torch.tensor(value)` copies its value from, which is there for that call alone.
     """
     step = with_sums_in_place(step, names)
+    constants = {number for op in step.ops if names[op.name] == _LIFT for number in op.inputs}
     has_host_counters = not any("_fused_" in names[op.name] for op in step.ops if op.phase == "optimizer")
     storages = []
-    for storage in step.storages:
+    for index, storage in enumerate(step.storages):
+        is_constant = index in constants and storage.category == "input" and storage.birth < 0
         is_counter = storage.category == "optimizer_state" and storage.nbytes <= _COUNTER_BYTES
-        if storage.device == "cpu" and not (is_counter and has_host_counters):
+        if storage.device == "cpu" and not is_constant and not (is_counter and has_host_counters):
             storage = msgspec.structs.replace(storage, device="cuda")
         storages.append(storage)
     step = msgspec.structs.replace(step, storages=tuple(storages))
