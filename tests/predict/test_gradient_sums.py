@@ -56,3 +56,34 @@ def test_a_gradient_that_somebody_else_holds_is_left_alone(workload_of: Callable
         storages[first] = msgspec.structs.replace(storages[first], death=number + 2)
     held = msgspec.structs.replace(step, storages=tuple(storages))
     assert with_sums_in_place(held, trace.names) == held
+
+
+class Attending(nn.Module):
+    """Multiplies rows of several samples by two matrices: gradients of such products are views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.query, self.key = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return torch.tanh(self.query(x)) + torch.tanh(self.key(x))
+
+
+def test_nothing_is_added_to_a_view(workload_of: Callable[..., Workload]) -> None:
+    trace = record(workload_of(Attending, lambda: torch.ones(10, 100, 64)))
+    assert len(sums_of(trace)) == 1
+    assert with_sums_in_place(trace.steps[-1], trace.names) == trace.steps[-1]
+
+
+def test_a_sum_keeps_the_place_of_its_gradient_among_what_an_operation_allocates(
+    workload_of: Callable[..., Workload],
+) -> None:
+    """The storage that lives on is that of the gradient, so that it is not moved behind the operation's others."""
+    trace = record(workload_of(Residual, lambda: torch.ones(1000, 64)))
+    step, changed = trace.steps[-1], with_sums_in_place(trace.steps[-1], trace.names)
+    first = sums_of(trace)[0]
+    gradient, result = step.ops[first].inputs[0], step.ops[first].outputs[0]
+    assert changed.ops[first].outputs == (gradient,)
+    assert changed.storages[gradient].death > step.storages[gradient].death
+    assert changed.storages[result].nbytes == 0
