@@ -25,15 +25,16 @@ class DeviceBudget:
     def __init__(self) -> None:
         self._limit = CudaLimit()
         self._yielding: Yielding | None = None
-        self._num_steps_to_watch = self._num_retries = self._num_steps = 0
+        self._num_steps_to_watch = self._num_retries = self._num_steps = self._limit_bytes = 0
 
     @property
     def is_kept(self) -> bool:
         """Tells whether the allocator was held to the budget under the present plan, and has not passed it.
 
-        What it holds then is no more than it may keep, whatever was foreseen.
+        What it holds then is no more than it may keep, whatever was foreseen. What it gave way to in the first step
+        under the plan, which proves actions, no other step needs.
         """
-        return self._limit.place is not None and not self._limit.has_yielded
+        return self._limit.place is not None and (self._num_steps < _NUM_FIRST_STEPS or not self._limit.has_yielded)
 
     def hold(self, meter: Meter, budget_bytes: int) -> None:
         """Holds the allocator to a budget under a new plan.
@@ -43,7 +44,8 @@ class DeviceBudget:
         """
         if not isinstance(meter, CudaMeter) or not budget_bytes:
             return
-        self._limit.hold(meter.place, budget_bytes - meter.base_bytes(0))
+        self._limit_bytes = budget_bytes - meter.base_bytes(0)
+        self._limit.hold(meter.place, self._limit_bytes)
         self._num_steps_to_watch, self._num_retries = _NUM_FIRST_STEPS, _num_retries(self._limit.place)
         self._num_steps = 0
 
@@ -62,6 +64,8 @@ class DeviceBudget:
             torch.cuda.empty_cache()
         elif self._num_steps == _NUM_FIRST_STEPS:
             torch.cuda.empty_cache()
+        if self._num_steps == _NUM_FIRST_STEPS and self._limit.has_yielded:
+            self._limit.hold(self._limit.place, self._limit_bytes)
 
     def watch_step(self, *, can_be_redone: bool) -> None:
         """Has the limit give way in a step that may not fit, unless that is done again under a plan that needs less.

@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 import memwall
+from memwall.apply.blocks.recomputed import RecomputedBlock
 from memwall.apply.memory.yielding import Yielding
 from memwall.errors import UsageError
 from memwall.machine.meter import CudaMeter
+from memwall.planning.techniques.recompute import Recompute
+from memwall.session.device_budget import DeviceBudget
 from memwall.session.session import Session
 from memwall.store.room import CudaLimit
 
@@ -146,3 +149,34 @@ def test_a_budget_above_the_card_is_refused_with_its_bytes(training: tuple[nn.Mo
     with pytest.raises(UsageError, match=r"the budget of .* is more than the .* that cuda:0 has; give at most that"):
         memwall.fit(*training, budget=total_bytes() + MIB)
     memwall.fit(*training, budget=total_bytes()).close()
+
+
+def test_what_a_proof_takes_more_is_given_in_that_step_alone() -> None:
+    """GIVEN a first step under a plan that passes the budget WHEN the next one begins THEN the limit is held again."""
+    torch.cuda.empty_cache()
+    meter, held = CudaMeter(torch.device("cuda", 0)), DeviceBudget()
+    held.hold(meter, meter.now_bytes() + 64 * MIB)
+    limit = torch.cuda.get_per_process_memory_fraction()
+    held.begin_step()
+    held.watch_step(can_be_redone=False)
+    proof = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
+    held.end_step()
+    assert torch.cuda.get_per_process_memory_fraction() > limit
+    assert held.is_kept
+    del proof
+    held.begin_step()
+    assert torch.cuda.get_per_process_memory_fraction() == limit
+    held.lift()
+
+
+def test_a_proof_leaves_no_segments_behind() -> None:
+    """GIVEN a block that was run twice WHEN its first call ends THEN nothing could be given back of what it filled."""
+    module = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).cuda()
+    action = Recompute(saved_bytes=0, cost_seconds=0.0, exactness="bit-exact", block="")
+    block = RecomputedBlock(module, module.forward, action)
+    x = torch.ones(NUM_ROWS, 256, device="cuda", requires_grad=True)
+    kept = block.run(x)
+    reserved_bytes = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == reserved_bytes
+    assert kept.shape == x.shape

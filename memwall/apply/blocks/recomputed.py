@@ -101,7 +101,11 @@ class RecomputedBlock:
         if call.hidden.one_way:
             self._drop(f"{call.hidden.one_way} is an iterator, which a second run of its forward would move on")
             return forward(*args, **kwargs)
-        return self._prove(call, tensors)
+        out = self._prove(call, tensors)
+        if any(tensor.is_cuda for tensor in tensors):
+            # Two runs have filled segments that one does not need: what follows is not to lie among their pieces.
+            torch.cuda.empty_cache()
+        return out
 
     def _tensors_of(self, call: "_Call") -> list[Tensor]:
         """Returns the call's tensors, and where none says so, one for the device whose random numbers are drawn."""
