@@ -30,6 +30,14 @@ NUM_STEADY = 3
 SAMPLES_FACTOR = 8
 """The zoo is made for a CPU core; so many times its batch, peaks are not the allocator's smallest segments alone."""
 
+_PEAKS = {
+    "allocated_bytes": "allocated_bytes.all.peak",
+    "reserved_bytes": "reserved_bytes.all.peak",
+    "requested_bytes": "requested_bytes.all.peak",
+    "small_reserved_bytes": "reserved_bytes.small_pool.peak",
+}
+"""What torch's allocator counts of a step, by the names that its statistics have."""
+
 
 def predicted(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> dict[str, int]:
     """Allocated, reserved and process bytes by memwall, at the peak of the run's steps. Simulated."""
@@ -64,37 +72,32 @@ def measured(
     if limit_bytes is not None:
         torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.get_device_properties(0).total_memory)
     try:
-        peaks, seconds, requested_bytes = _trained(family, precision, optimizer)
+        peaks, seconds = _trained(family, precision, optimizer)
     except torch.cuda.OutOfMemoryError:
         return {"outcome": "out of memory"}
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     if limit_bytes is None:
         # The allocator gave nothing back meanwhile, or the driver's figure now were not that of the peak.
-        assert torch.cuda.memory_reserved() == max(reserved for _, reserved in peaks), "segments were released"
+        assert torch.cuda.memory_reserved() == max(p["reserved_bytes"] for p in peaks), "segments were released"
     return {
         "outcome": "finished",
-        "first": {"allocated_bytes": peaks[0][0], "reserved_bytes": peaks[0][1]},
-        "steady": {
-            "allocated_bytes": max(allocated for allocated, _ in peaks[1:]),
-            "reserved_bytes": max(reserved for _, reserved in peaks[1:]),
-        },
-        "allocated_bytes": max(allocated for allocated, _ in peaks),
-        "reserved_bytes": max(reserved for _, reserved in peaks),
-        "requested_bytes": requested_bytes,
+        "first": peaks[0],
+        "steady": {name: max(peak[name] for peak in peaks[1:]) for name in _PEAKS},
+        **{name: max(peak[name] for peak in peaks) for name in _PEAKS},
         "process_bytes": total_bytes - free_bytes - used_bytes,
         "num_alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"],
         "step_seconds": median(seconds[1:]),
     }
 
 
-def _trained(family: str, precision: Precision, optimizer: str) -> tuple[list[tuple[int, int]], list[float], int]:
-    """Allocated and reserved bytes at the peak of each step, its seconds, and the most that was requested at once."""
+def _trained(family: str, precision: Precision, optimizer: str) -> tuple[list[dict[str, int]], list[float]]:
+    """Returns the peaks of each step by torch's allocator, see `_PEAKS`, and its seconds."""
     chosen = FAMILIES[family]
     run = workload(family, optimizer, precision, SAMPLES_FACTOR * chosen.num_samples)
     model = run.make_model().to("cuda")
     batch = {name: value.to("cuda") for name, value in run.make_batch().items()}
     made = OPTIMIZERS[optimizer](model.parameters())
-    peaks, seconds, requested_bytes = [], [], 0
+    peaks, seconds = [], []
     for _ in range(1 + NUM_STEADY):
         torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
@@ -107,9 +110,9 @@ def _trained(family: str, precision: Precision, optimizer: str) -> tuple[list[tu
         del loss
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
-        peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
-        requested_bytes = max(requested_bytes, torch.cuda.memory_stats()["requested_bytes.all.peak"])
-    return peaks, seconds, requested_bytes
+        found = torch.cuda.memory_stats()
+        peaks.append({name: found[statistic] for name, statistic in _PEAKS.items()})
+    return peaks, seconds
 
 
 def main() -> None:

@@ -2,12 +2,15 @@
 
     phantom/run python benchmarks/phantom_truth.py [--cards NAME ...] [--seconds 240] [CASE ...]
 
-Cases are those of the zoo on each card: twelve families, six optimizers, three precisions. Each is forecast and, in a
-forked process, trained on the device; CASE is a family or family/precision/optimizer. Rows of earlier calls for the
-same zoo are kept, so that a second call goes on: first with cases that are missing, then with those that other code of
-memwall forecast; what was counted stays. The result is benchmarks/results/simulated/phantom_truth.json, with a table
-for each card: errors of allocated and reserved bytes in the first and in a steady step, against the goals, and each row
-that deviates by more than 0.1 %.
+Cases are those of the zoo on each card: twelve families, six optimizers, three precisions. One process makes all
+forecasts, so that fake tensors know the results of operations that they have met; each case is trained on the device in
+a process forked from one that has all imported. CASE is a family or family/precision/optimizer.
+
+Rows of earlier calls for the same zoo are kept, so that a second call goes on: first with cases that are missing, then
+with those that other code of memwall forecast; what was counted stays. The result is
+benchmarks/results/simulated/phantom_truth.json, with a table for each card: errors of allocated and reserved bytes in
+the first and in a steady step, against the goals, and each row that deviates by more than 0.1 %, with what of it are
+tensors, remainders of blocks and segments.
 
 On the phantom torch's dispatcher, kernels' host code and caching allocator are real; cuDNN's workspaces are 0 bytes.
 """
@@ -15,6 +18,7 @@ On the phantom torch's dispatcher, kernels' host code and caching allocator are 
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -23,52 +27,27 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from fake_steps import record_fake
 from gpu_truth import Case
-from gpu_truth_case import SAMPLES_FACTOR, measured
+from gpu_truth_case import measured
 from knob_report import provenance
-from prediction_zoo import FAMILIES, OPTIMIZERS, PRECISIONS, Precision, workload, zoo_sha256
+from phantom_forecast import STEPS, cause, foreseen
+from prediction_zoo import FAMILIES, OPTIMIZERS, PRECISIONS, zoo_sha256
 
 import memwall
 from memwall.machine.hardware import Hardware, hardware_named
 from memwall.patches import Patches
-from memwall.predict.cuda.translate import recording_for, translated
-from memwall.predict.cuda_allocator.step_peaks import step_peaks
-from memwall.predict.cuda_allocator.torch_releases import profile_for
-from memwall.predict.roofline import Roofline
 
 OUTPUT = Path(__file__).parent / "results/simulated/phantom_truth.json"
 GOALS = {"allocated_bytes": {"median": 0.001, "worst": 0.01}, "reserved_bytes": {"median": 0.005, "worst": 0.03}}
-STEPS = ("first", "steady")
 CARDS = ("h100-80gb", "l4")
 _NOTABLE = 0.001
 Row = dict[str, Any]
-
-
-def foreseen(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> dict[str, dict[str, int]]:
-    """Allocated and reserved bytes at the peak of the first step and of steady ones."""
-    chosen = FAMILIES[family]
-    recording = recording_for(hardware)
-    trace = record_fake(
-        workload(family, optimizer, precision, SAMPLES_FACTOR * chosen.num_samples),
-        target="cuda",
-        seconds_of=Roofline(hardware),
-        mask_share=chosen.mask_share,
-        workspaces=recording.workspaces,
-        choices=recording.choices(),
-    )
-    profile, _ = profile_for(str(torch.__version__))
-    peaks = step_peaks(translated(trace, hardware, autocast=recording.autocast).steps, profile)
-    assert peaks is not None, "a device without end is never full"
-    return {
-        name: {"allocated_bytes": peak.allocated_bytes, "reserved_bytes": peak.reserved_bytes}
-        for name, peak in zip(STEPS, peaks, strict=False)
-    }
 
 
 @contextmanager
@@ -107,15 +86,31 @@ def forked(work: Callable[[], Any]) -> Any:
     return json.loads(text) if text else {"failure": f"ended with status {status}"}
 
 
-def all_foreseen(cases: Sequence[tuple[Case, Hardware]]) -> list[Row]:
-    """Returns the forecasts of cases of one family: together, since fake tensors know its operations' results then."""
-    found = []
-    for case, hardware in cases:
-        try:
-            found.append(foreseen(*case, hardware))  # type: ignore[arg-type]
-        except Exception:
-            found.append({"failure": traceback.format_exc().strip().splitlines()[-1][:300]})
-    return found
+def forecast_of(case: Case, hardware: Hardware) -> Row:
+    """Returns the forecast of a case, or how that failed."""
+    try:
+        return foreseen(*case, hardware)  # type: ignore[arg-type]
+    except Exception:
+        return {"failure": traceback.format_exc().strip().splitlines()[-1][:300]}
+
+
+class Forecaster:
+    """Makes forecasts in a process of its own: where autograd has run no process can be forked that runs it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self._connection, theirs = context.Pipe()
+        context.Process(target=self._serve, args=(theirs,), daemon=True).start()
+
+    def forecast(self, case: Case, hardware: Hardware) -> Row:
+        """Returns the forecast of a case, or how that failed."""
+        self._connection.send((case, hardware))
+        return self._connection.recv()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _serve(connection: Connection) -> None:
+        while True:
+            connection.send(forecast_of(*connection.recv()))
 
 
 def counted(case: Case, card: str) -> Row:
@@ -126,14 +121,21 @@ def counted(case: Case, card: str) -> Row:
     return {step: found[step] for step in STEPS}
 
 
-def rows_of(missing: Sequence[tuple[Case, Hardware]], old: dict[tuple[str, str], Row]) -> Iterator[Row]:
+def rows_of(
+    missing: Sequence[tuple[Case, Hardware]], old: dict[tuple[str, str], Row], forecaster: Forecaster
+) -> Iterator[Row]:
     """Yields a row for each of these cases of one family; what was counted before is not counted again."""
-    forecasts = forked(lambda: all_foreseen(missing))
-    for index, (case, hardware) in enumerate(missing):
+    for case, hardware in missing:
         name = "/".join(case)
-        forecast = forecasts if isinstance(forecasts, dict) else forecasts[index]
-        count = old.get((hardware.name, name), {}).get("counted") or forked(partial(counted, case, hardware.name))
+        begin = time.monotonic()
+        forecast = forecaster.forecast(case, hardware)
+        forecast_seconds = round(time.monotonic() - begin, 2)
+        count = old.get((hardware.name, name), {}).get("counted")
+        if count is None or "requested_bytes" not in count["first"]:
+            count = forked(partial(counted, case, hardware.name))
+        seconds = round(time.monotonic() - begin, 2)
         row: Row = {"device": hardware.name, "case": name, "forecast_code": forecast_code()}
+        row |= {"seconds": seconds, "forecast_seconds": forecast_seconds}
         failures = [found["failure"] for found in (forecast, count) if "failure" in found]
         if "failure" not in count:
             row["counted"] = count
@@ -181,7 +183,10 @@ def table(rows: Sequence[Row]) -> dict[str, Any]:
     found["missed"] = missed if good else ["every case failed"]
     found["deviating"] = {
         row["case"]: {
-            f"{s} {q}": round(error(row, s, q), 5) for s in STEPS for q in GOALS if abs(error(row, s, q)) > _NOTABLE
+            f"{s} {q}": [round(error(row, s, q), 5), cause(row["foreseen"][s], row["counted"][s], q)]
+            for s in STEPS
+            for q in GOALS
+            if abs(error(row, s, q)) > _NOTABLE
         }
         for row in good
         if any(abs(error(row, s, q)) > _NOTABLE for s in STEPS for q in GOALS)
@@ -233,15 +238,23 @@ def main() -> None:
 
     def is_stale(case: Case, card: Hardware, *, is_missing: bool) -> bool:
         row = rows.get((card.name, "/".join(case)))
+        if options.cases:
+            return is_missing
         return row is None if is_missing else row is not None and row.get("forecast_code") != forecast_code()
 
+    for family in FAMILIES.values():
+        family.model()  # what it imports, forked processes have
+    for make in OPTIMIZERS.values():
+        make([torch.nn.Parameter(torch.zeros(1))])
+    forecaster = Forecaster()
     for is_missing in (False, True) if options.stale else (True, False):
-        for group in asked:
-            pairs = [(c, h) for c in group for h in options.cards if is_stale(c, h, is_missing=is_missing)]
+        # A turn of all families on one card, and then on the next.
+        turns = [asked[at : at + len(FAMILIES)] for at in range(0, len(asked), len(FAMILIES))]
+        for group, card in ((group, card) for turn in turns for card in options.cards for group in turn):
+            pairs = [(case, card) for case in group if is_stale(case, card, is_missing=is_missing)]
             if not pairs or time.monotonic() - begin > options.seconds:
                 continue
-            FAMILIES[group[0][0]].model()  # what it imports, forked processes have
-            for row in rows_of(pairs, rows):
+            for row in rows_of(pairs, rows, forecaster):
                 rows[row["device"], row["case"]] = row
                 print(json.dumps(row), file=sys.stderr, flush=True)
             options.output.write_text(json.dumps(result_of(list(rows.values())), indent=1) + "\n")

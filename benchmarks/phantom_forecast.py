@@ -1,0 +1,102 @@
+"""What memwall foresees of a case of the zoo on a card, and what a deviation from the count is made of. Simulated."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from fake_steps import record_fake
+from gpu_truth_case import SAMPLES_FACTOR
+from prediction_zoo import FAMILIES, Precision, workload
+
+from memwall.machine.hardware import Hardware
+from memwall.predict.cuda.translate import recording_for, translated
+from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, events_of_steps
+from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
+from memwall.predict.cuda_allocator.event_replay import Playback
+from memwall.predict.cuda_allocator.memory_blocks import FreeSet, Segment
+from memwall.predict.cuda_allocator.simulator import CudaAllocator
+from memwall.predict.cuda_allocator.step_peaks import NUM_STEADY
+from memwall.predict.cuda_allocator.torch_releases import profile_for
+from memwall.predict.roofline import Roofline
+from memwall.trace.records import Step
+
+__all__ = ["STEPS", "cause", "foreseen"]
+
+STEPS = ("first", "steady")
+_MIB = 1 << 20
+Peaks = dict[str, int]
+
+
+class _Allocator(CudaAllocator):
+    """Counts segments for small blocks apart."""
+
+    small_reserved_bytes = 0
+
+    def reserve(self, address: int, nbytes: int, home: FreeSet, segment: Segment) -> None:
+        super().reserve(address, nbytes, home, segment)
+        self.small_reserved_bytes += nbytes * home.pool.is_small
+
+
+def foreseen(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> dict[str, Peaks]:
+    """Returns the bytes at the peak of the first step and of steady ones, by what torch's allocator calls them."""
+    chosen = FAMILIES[family]
+    recording = recording_for(hardware)
+    trace = record_fake(
+        workload(family, optimizer, precision, SAMPLES_FACTOR * chosen.num_samples),
+        target="cuda",
+        seconds_of=Roofline(hardware),
+        mask_share=chosen.mask_share,
+        workspaces=recording.workspaces,
+        choices=recording.choices(),
+    )
+    first, *steady = _peaks(translated(trace, hardware, autocast=recording.autocast).steps)
+    return {"first": first, "steady": {name: max(peaks[name] for peaks in steady) for name in first}}
+
+
+def _peaks(steps: tuple[Step, ...]) -> list[Peaks]:
+    trace = events_of_steps(steps, num_repeats=NUM_STEADY)
+    allocator = _Allocator(AllocatorSettings(), profile_for(str(torch.__version__))[0])
+    playback, sizes, requested, found = Playback(allocator), {}, 0, []
+    begins = [0, *trace.steps[1:], len(trace.events)]
+    for begin, end in pairwise(begins):
+        allocator.reserved_peak_bytes = allocator.reserved_bytes
+        allocator.allocated_peak_bytes = allocator.allocated_bytes
+        assert playback.run(trace.events[begin:end]), "a device without end is never full"
+        requested_peak = requested
+        for action, block, nbytes, _ in trace.events[begin:end]:
+            if action == ALLOC:
+                sizes[block] = nbytes
+                requested += nbytes
+                requested_peak = max(requested_peak, requested)
+            elif action == FREE:
+                requested -= sizes.pop(block)
+        found.append(
+            {
+                "allocated_bytes": allocator.allocated_peak_bytes,
+                "reserved_bytes": allocator.reserved_peak_bytes,
+                "requested_bytes": requested_peak,
+                "small_reserved_bytes": allocator.small_reserved_bytes,
+            }
+        )
+    return found
+
+
+def cause(ours: dict[str, Any], counted: dict[str, Any], quantity: str) -> str:
+    """Returns what a deviation of a step's allocated or reserved bytes is made of; "" where the row does not tell.
+
+    Torch's allocator counts what was requested, blocks with what was too small to be split off them, and segments for
+    small blocks and for large ones.
+    """
+    if "requested_bytes" not in ours or "requested_bytes" not in counted:
+        return ""
+    more = {name: ours[name] - counted[name] for name in ours}
+    tensors = more["requested_bytes"]
+    if quantity == "allocated_bytes":
+        parts = {"tensors": tensors, "remainders that are not split off blocks": more[quantity] - tensors}
+    else:
+        small = more["small_reserved_bytes"]
+        parts = {"segments for small blocks": small, "segments for large blocks": more[quantity] - small}
+        if abs(tensors) > counted["requested_bytes"] / 1000:
+            parts["tensors"] = tensors
+    largest = max(map(abs, parts.values()))
+    return ", ".join(f"{size / _MIB:+.2f} MiB of {what}" for what, size in parts.items() if abs(size) > largest / 20)
