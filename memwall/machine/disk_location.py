@@ -17,18 +17,12 @@ _MOUNTINFO = Path("/proc/self/mountinfo")
 _logger = logging.getLogger(__name__)
 
 
-def filesystem_of(path: str | os.PathLike[str], mountinfo: str | None = None) -> str | None:
-    """Returns the type of the filesystem that holds `path` ("ext4", "tmpfs"); None where the system does not tell.
-
-    Args:
-        path: an existing file or directory.
-        mountinfo: the text of /proc/self/mountinfo (proc(5)); read from there if None.
-    """
-    if mountinfo is None:
-        try:
-            mountinfo = _MOUNTINFO.read_text()
-        except OSError:
-            return None
+def filesystem_of(path: str | os.PathLike[str]) -> str | None:
+    """Returns the type of the filesystem that holds a file or folder ("ext4"); None where the system does not tell."""
+    try:
+        mountinfo = _MOUNTINFO.read_text()  # proc(5)
+    except OSError:
+        return None
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in mountinfo.splitlines():

@@ -69,7 +69,7 @@ def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Cos
         repeated = model.repeated_ops(call, saved, treatment)
         again = [op for _, ops in repeated for op in ops]
         seconds += sum(step.ops[op].seconds for op in again)
-        python_seconds = sum(one.host_seconds(model, call, saved, treatment, len(again)) for one in techniques())
+        python_seconds = sum(one.host_seconds(model, call, saved, treatment) for one in techniques())
         python_seconds *= costs.num_passes
         if costs.runs_ahead:
             own = [*range(call.start, call.end), *range(call.backward_start, call.backward_end), *again]

@@ -146,9 +146,7 @@ class Technique(Generic[A]):
         """
         yield from ()
 
-    def host_seconds(
-        self, model: StepModel, call: ModuleCall, saved: Sequence[int], treatment: Treatment, num_repeated_ops: int
-    ) -> float:
+    def host_seconds(self, model: StepModel, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> float:
         """Returns what its executor costs the host for one call of a block under a treatment, in seconds."""
         return 0.0
 

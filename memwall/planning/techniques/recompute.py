@@ -54,9 +54,7 @@ class _Recompute(Technique[Recompute]):
         for number, kept in enumerate(_selective_points(model, block), start=1):
             yield f"select-{number}", Treatment(recompute=True, kept_ops=kept, min_bytes=costs.min_bytes), ""
 
-    def host_seconds(
-        self, model: StepModel, call: ModuleCall, saved: Sequence[int], treatment: Treatment, num_repeated_ops: int
-    ) -> float:
+    def host_seconds(self, model: StepModel, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> float:
         if not treatment.recompute:
             return 0.0
         selecting_seconds = _SELECT_SECONDS_PER_OP * len(model.counted_ops(call)) if treatment.kept_ops else 0.0

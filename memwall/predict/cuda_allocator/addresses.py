@@ -15,11 +15,11 @@ _STRIDE_BITS = 44
 _NUM_PLACES_BITS = 26
 
 
-def placed_addresses(order: AddressOrder, seed: int = 0) -> Iterator[int]:
+def placed_addresses(order: AddressOrder) -> Iterator[int]:
     """Yields segment addresses without end, far enough apart for any segment; none is used twice."""
     num_places = 1 << _NUM_PLACES_BITS
     if order == "random":
-        draw = random.Random(seed)
+        draw = random.Random(0)
         used: set[int] = set()
         while True:
             place = draw.randrange(1, num_places)
