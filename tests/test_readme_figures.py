@@ -14,6 +14,7 @@ import knob_report
 import pytest
 import ranks
 import ranks_faults
+import scenario_table
 import start_up
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +60,15 @@ def test_the_table_of_faults_is_the_measured_one() -> None:
         assert row in PAGE
     for row in faults_instants.table(result("faults"), faults.PARTS):
         assert row in PAGE
+
+
+def test_what_becomes_of_the_corpus_is_what_was_counted() -> None:
+    counted = result("scenarios")
+    assert f"the {counted['num_scripts']} training scripts" in PAGE
+    assert " ".join(scenario_table.table(counted)) in PAGE
+    for counts in counted["outcomes"].values():
+        assert sum(counts.values()) == counted["num_run"]
+        assert set(counts) <= {"num_equal", "num_equal_dropped_with_a_reason", "num_one_clear_error"}
 
 
 def test_what_verification_costs_is_what_was_measured() -> None:

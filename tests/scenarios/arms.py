@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,8 @@ class Result:
 
     losses: list[float]
     digest: str
+    lost: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Actions that were dropped in the run, and why."""
 
     def differences(self, other: "Result") -> str:
         """Returns what differs from another run, bit by bit; "" if nothing does."""
@@ -85,9 +87,9 @@ def train(scenario: Scenario, arm: str | None, disk: Path) -> Result:
         losses.extend(float(script.step(number)) for number in range(scenario.num_steps))
         return Result(losses, _digest(script))
     plan = plan_of(script.model, *ARMS[arm](scenario.blocks))
-    with memwall.fit(script.model, list(script.optimizers), plan=plan, disk=str(disk)):
+    with memwall.fit(script.model, list(script.optimizers), plan=plan, disk=str(disk)) as session:
         losses.extend(float(script.step(number)) for number in range(scenario.num_steps))
-    return Result(losses, _digest(script))
+    return Result(losses, _digest(script), dict(session.measured.lost))
 
 
 def _digest(script: Script) -> str:
