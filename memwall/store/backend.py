@@ -245,8 +245,9 @@ def _move_fully(
         done += count
 
 
-# Of a device, its driver, or metadata that came back damaged; never of a folder that was chosen badly.
-_DISK_FAILS = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO}
+# Of a device, its driver, or metadata that came back damaged; never of a folder that was chosen badly. ENOMEM is what
+# ext4 says of a block of its own that the device has no more.
+_DISK_FAILS = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.ENOMEM}
 
 
 def refused(what: str, error: OSError, *, path: str, advice: str, failing: frozenset[int] = frozenset()) -> StoreError:

@@ -147,6 +147,14 @@ def test_other_refusals_are_named(tmp_path: Path, number: int, words: str) -> No
         scratch.allocate(1)
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ENOMEM])  # ENOMEM: ext4, of a block that is gone
+def test_a_disk_that_fails_at_a_reservation_is_no_bad_input(tmp_path: Path, number: int) -> None:
+    said = r"could not be reserved in .* look at the kernel log"
+    with ScratchFile(tmp_path, backend=Full(0, number)) as scratch, pytest.raises(OffloadIOError, match=said) as caught:
+        scratch.allocate(KIB)
+    assert (caught.value.exit_status, caught.value.errno) == (6, number)
+
+
 def test_a_file_size_limit_is_reported_at_reservation(tmp_path: Path) -> None:
     code = f"""
 import resource
