@@ -4,6 +4,8 @@ import json
 import pickle
 import subprocess
 import sys
+import tracemalloc
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -299,3 +301,20 @@ def test_a_step_of_too_many_tensors_is_foreseen_by_them_alone(monkeypatch: pytes
     monkeypatch.setattr("memwall.predict.process._MOST_REPLAYED_STORAGES", 1)
     monkeypatch.setattr("memwall.predict.process.replay", None)
     assert process.free(short).process_bytes == process.bare(short).process_bytes == 9 * MIB
+
+
+def test_what_works_out_resident_pages_holds_little_beside_the_calls_themselves() -> None:
+    """It runs beside the training, whose budget it is no part of: copies of a million calls would pass that."""
+    num_calls = 20_000
+    events = array("q")
+    for _ in range(num_calls // 2):
+        events.extend((ALLOCATE, 0, 4096, FREE, 0, 0))
+    addresses, mapped = array("q", [1 << 30, 0] * (num_calls // 2)), array("q", bytes(8 * num_calls))
+    heap_ends = array("q", [(1 << 30) + 8192] * num_calls)
+    tracemalloc.start()
+    try:
+        resident_pages(events, addresses, mapped, heap_ends, 4096)
+        held_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < num_calls  # an array of that length has eight times as many

@@ -15,7 +15,8 @@ import json
 import os
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 __all__ = [
     "ALLOCATE",
@@ -58,7 +59,7 @@ def _perform(events: Sequence[int], settings: list[list[int]]) -> tuple[array[in
     read_size_word = ctypes.c_size_t.from_address
     num_events = len(events) // 3
     addresses, mapped, heap_ends = (array("q", bytes(8 * num_events)) for _ in range(3))
-    slots = array("q", bytes(8 * (1 + max(events[1::3], default=0))))
+    slots = array("q", bytes(8 * (1 + max(islice(events, 1, None, 3), default=0))))
     position = 0
     for index in range(num_events):
         kind = events[position]
@@ -99,16 +100,18 @@ def resident_pages(
         addresses, mapped, heap_ends: per event: address given, whether it is a mapping of its own, the heap's end.
         page_bytes: size of a page.
     """
-    in_heap = [address for address, own in zip(addresses, mapped, strict=True) if address and not own]
-    first_page = (min(in_heap, default=0) - _CHUNK_HEADER_BYTES) // page_bytes
-    end_page = max((max(heap_ends, default=0), max(in_heap, default=0))) // page_bytes + 2
-    is_resident = bytearray(end_page - first_page if in_heap else 0)
+    # Without a list of them, nor copies of the events below: what this process holds is the training's as well.
+    first_address = min(_in_heap(addresses, mapped), default=0)
+    first_page = (first_address - _CHUNK_HEADER_BYTES) // page_bytes
+    end_page = max((max(heap_ends, default=0), max(_in_heap(addresses, mapped), default=0))) // page_bytes + 2
+    is_resident = bytearray(end_page - first_page if first_address else 0)
     heap_pages = mapped_pages = 0
     heap_end = heap_ends[0] if len(heap_ends) else 0
     live: dict[int, tuple[int, int, int]] = {}
     steps: list[dict[str, int]] = []
     figures: dict[str, int] = {}
-    for index, (kind, slot, nbytes) in enumerate(zip(events[::3], events[1::3], events[2::3], strict=True)):
+    kinds, slots, sizes = (islice(events, place, None, 3) for place in range(3))
+    for index, (kind, slot, nbytes) in enumerate(zip(kinds, slots, sizes, strict=True)):
         if kind <= ALLOCATE_SMALL:
             address = addresses[index]
             low = (address - _CHUNK_HEADER_BYTES) // page_bytes - first_page
@@ -146,6 +149,11 @@ def resident_pages(
                 heap_pages -= lost
         heap_end = heap_ends[index]
     return steps
+
+
+def _in_heap(addresses: Sequence[int], mapped: Sequence[int]) -> Iterator[int]:
+    """Yields the addresses of blocks without a mapping of their own."""
+    return (address for address, own in zip(addresses, mapped, strict=True) if address and not own)
 
 
 def _main() -> int:
