@@ -47,9 +47,10 @@ def main() -> int:
 
 def fuzzed(reader: str, folder: Path, seconds: int) -> dict[str, Any]:
     """Fuzzes one reader; returns for how long, and with how many files."""
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
     options = [f"-max_total_time={seconds}", "-print_final_stats=1"]
     command = [sys.executable, str(PROGRAM), reader, str(folder), *options]
-    folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         print(done.stdout[-4000:], flush=True)

@@ -1,5 +1,9 @@
 """What benchmarks/fuzzing.py writes down: how long each reader was fuzzed, from libFuzzer's own last lines."""
 
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
 import fuzzing
 import pytest
 from fuzz.readers import READERS
@@ -38,3 +42,17 @@ def test_the_page_says_what_was_fuzzed_and_what_was_not(num_failed: int, said: s
 
 def test_every_reader_is_fuzzed() -> None:
     assert set(READERS) == set(fuzzing.READERS)
+
+
+def test_the_folder_is_meant_from_where_the_call_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that fuzzes goes to a folder of its own."""
+    given: list[str] = []
+
+    def called(command: list[str], **_: object) -> SimpleNamespace:
+        given.extend(command)
+        return SimpleNamespace(returncode=0, stdout=SHOWN)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", called)
+    assert fuzzing.fuzzed("plan", Path("kept"), 300) == {"seconds": 301, "num_files": 17244, "num_failed": 0}
+    assert str(tmp_path / "kept") in given

@@ -21,7 +21,8 @@ def main() -> None:
     import atheris
 
     name, folder, *options = sys.argv[1:]
-    corpus, crashes = Path(folder) / name, Path(folder) / "crashes"
+    kept = Path(folder).resolve()  # before the current folder is another one
+    corpus, crashes = kept / name, kept / "crashes"
     corpus.mkdir(parents=True, exist_ok=True)
     crashes.mkdir(exist_ok=True)
     sys.path[:0] = [str(HERE), *map(str, (HERE.parent / "trace", HERE.parent, HERE.parents[1] / "benchmarks"))]
