@@ -11,12 +11,17 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 from phantom_processes import is_phantom, pytest_runtest_protocol
 
 if TYPE_CHECKING:
     from memwall.patches import InEffect
 
 __all__ = ["pytest_runtest_protocol"]
+
+# On a busy machine an example may take long: how long is the subject of none of these tests.
+settings.register_profile("memwall", deadline=None)
+settings.load_profile("memwall")
 
 
 @pytest.fixture(autouse=True)

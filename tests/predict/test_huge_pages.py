@@ -83,7 +83,7 @@ requests = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests=requests)
 def test_the_kernel_maps_what_the_books_have_and_less_than_a_huge_page_more(requests: list[tuple[str, int]]) -> None:
     """GIVEN any requests WHEN every block is written THEN its bytes stay, and the kernel's count is the heap's."""

@@ -153,7 +153,7 @@ def some_run(seed: int) -> Run:
 
 
 @given(seed=st.integers(0, 1 << 32))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_replayed_addresses_and_statistics_are_the_recorded_ones(seed: int, folder: Path) -> None:
     """For every rule for ties, every way to place segments, and settings of all kinds."""
     run = some_run(seed)

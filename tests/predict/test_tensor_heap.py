@@ -56,7 +56,7 @@ class Model:
             del self.owner[page]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(requests=requests, ceiling=st.sampled_from([0, 1, 30, 100, 100_000]))
 def test_it_does_what_first_fit_over_pages_does(requests: list[tuple[bool, int, int]], ceiling: int) -> None:
     """GIVEN any order of requests WHEN heap and model serve them THEN addresses and figures are the same."""

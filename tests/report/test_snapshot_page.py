@@ -104,7 +104,7 @@ def test_blocks_of_before_the_recording_are_unknown(history: History, tmp_path: 
     assert layers == {"unknown": [12, 14, 14, 6]}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 1 << 32))
 def test_the_layers_add_up_to_what_was_held(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     draw = random.Random(seed)

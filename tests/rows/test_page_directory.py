@@ -27,7 +27,7 @@ def planned(directory: PageDirectory, frames: list[int], pages: list[int]) -> Pa
 
 @pytest.mark.slow
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_pages_take_the_place_of_others_and_what_changed_is_written(data: st.DataObject) -> None:
     directory = PageDirectory(NUM_FRAMES, PAGE_BYTES, PAGES_PER_SLOT)
     in_frame: dict[int, int] = {}

@@ -172,7 +172,7 @@ def test_unchanged_pages_are_not_written_again(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2**62), max_size=40, unique=True), max_size=30))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_an_index_gives_positions_in_order_of_arrival(batches: list[list[int]]) -> None:
     index, expected = RowIndex(), dict[int, int]()
     for batch in batches:

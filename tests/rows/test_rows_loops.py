@@ -21,7 +21,7 @@ from memwall.rows.loops import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-for_both_ways = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+for_both_ways = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(params=["in C", "by tensors"], autouse=True)

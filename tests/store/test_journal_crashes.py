@@ -97,7 +97,7 @@ def is_lost_or_mixed(run: Run, disk: SimulatedDisk, position: int) -> bool:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(SIZES, CHANGES, st.floats(0, 1), st.integers(0, 2**32))
 def test_after_a_loss_of_power_the_last_or_the_next_generation_is_there_whole(
     tmp_path_factory: pytest.TempPathFactory, sizes: tuple[int, ...], changes: list[list[int]], when: float, seed: int
@@ -111,7 +111,7 @@ def test_after_a_loss_of_power_the_last_or_the_next_generation_is_there_whole(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(SIZES, CHANGES, CHANGES, st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**32))
 def test_a_run_killed_and_resumed_survives_a_loss_of_power_after_that(
     tmp_path_factory: pytest.TempPathFactory,

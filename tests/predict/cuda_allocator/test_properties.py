@@ -133,7 +133,7 @@ class World:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 1 << 32))
 def test_every_byte_is_accounted_for_after_every_step(seed: int) -> None:
     world = World(random.Random(seed))
@@ -144,7 +144,7 @@ def test_every_byte_is_accounted_for_after_every_step(seed: int) -> None:
     world.check()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 1 << 32))
 def test_when_all_is_freed_all_can_be_given_back(seed: int) -> None:
     world = World(random.Random(seed))
@@ -158,7 +158,7 @@ def test_when_all_is_freed_all_can_be_given_back(seed: int) -> None:
     assert (device.reserved_bytes, device.allocated_bytes) == (0, 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 1 << 32))
 def test_the_detailed_statistics_agree_with_the_figures(seed: int) -> None:
     world = World(random.Random(seed))
@@ -176,7 +176,7 @@ def test_the_detailed_statistics_agree_with_the_figures(seed: int) -> None:
     assert shown["allocation.all.current"] == len(world.live)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1 << 32))
 def test_the_same_calls_have_the_same_outcome(seed: int) -> None:
     traces = []
@@ -188,7 +188,7 @@ def test_the_same_calls_have_the_same_outcome(seed: int) -> None:
     assert traces[0] == traces[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1 << 32))
 def test_a_replay_at_the_recorded_addresses_repeats_the_recording(seed: int) -> None:
     recorded = World(random.Random(seed))
@@ -209,7 +209,7 @@ def test_a_replay_at_the_recorded_addresses_repeats_the_recording(seed: int) -> 
     assert again.statistics.trace == recorded.statistics.trace
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1 << 32))
 def test_moving_all_segments_alike_changes_nothing(seed: int) -> None:
     shift = 5 << 60
@@ -224,7 +224,7 @@ def test_moving_all_segments_alike_changes_nothing(seed: int) -> None:
     assert far.statistics.trace == moved
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 1 << 32))
 def test_streams_count_by_their_order_alone(seed: int) -> None:
     few, many = (0, 1), (7, 94_000_000_000_000)
