@@ -97,6 +97,12 @@ def _collects_little() -> Iterator[None]:
 
 
 @pytest.fixture
+def freezes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has memwall see what is frozen, in a test that freezes itself: `_collects_little` counts it from its own on."""
+    monkeypatch.setattr("memwall.checkpoint.discovery.gc", gc)
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """For small tensors, which gain nothing from a second thread and wait for it when the machine is busy."""
     import torch

@@ -50,6 +50,7 @@ STATE = {
     "memwall.patches._numbers": "nothing: a number is given once",
     "memwall.store.directory_lock._guard": "its holder",
     "memwall.planning.solver.quiet_streams._guard": "its holder",
+    "memwall.machine.meter._kept": "itself, in a child: the file of /proc that is read again and again stays open",
     # What is found out once: libraries, figures of the machine, answers about operators.
     "memwall.apply.offload.entry._EMPTY": "nothing: one tensor without elements for each device and dtype",
     "memwall.apply.blocks.outer_variables._global_names": "itself, at 1024 functions",

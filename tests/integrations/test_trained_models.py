@@ -63,6 +63,7 @@ def test_alike_modules_come_in_the_order_of_their_optimizer(found_with: Found) -
     del optimizer
 
 
+@pytest.mark.usefixtures("freezes")
 def test_models_are_found_where_a_script_has_frozen_what_the_collector_knows(found_with: Found) -> None:
     encoder, decoder = nn.Linear(3, 3), nn.Linear(3, 3)
     optimizer = adam(encoder, decoder)
@@ -71,6 +72,7 @@ def test_models_are_found_where_a_script_has_frozen_what_the_collector_knows(fou
     del optimizer
 
 
+@pytest.mark.usefixtures("freezes")
 def test_garbage_that_came_after_a_script_has_frozen_is_collected() -> None:
     gc.collect()
     gc.freeze()
