@@ -164,9 +164,13 @@ class Recovery:
         assert before is not None
         self._live.note_lost()
         self._live.in_effect.allocator.trim()
-        charged_bytes = max(0, found.held_bytes + found.asked_bytes - _foreseen_bytes(before))
+        held_bytes = found.held_bytes
+        if self._measured.meter.device != "cpu":
+            # A step may begin with nothing cached: then what the last one held says more of what can be had.
+            held_bytes, self._ended_bytes = max(held_bytes, self._ended_bytes), 0
+        charged_bytes = max(0, held_bytes + found.asked_bytes - _foreseen_bytes(before))
         try:
-            revision = self._live.revised(charged_bytes=charged_bytes, held_bytes=found.held_bytes)
+            revision = self._live.revised(charged_bytes=charged_bytes, held_bytes=held_bytes)
         except InfeasibleError as error:
             _log.warning("no plan fits the %s that could be had: %s", format_bytes(error.budget_bytes), error)
             return None
