@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -262,6 +263,8 @@ class Forked:
         if self.process_id:
             return
         status = 1
+        # A shell that starts this in its background has it ignored, and a run in front of somebody has not.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             for name, stream in (("printed.txt", 1), ("said.txt", 2)):
                 os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), stream)

@@ -22,7 +22,7 @@ NUM_SIGNALS = 300
 SIGNALS = ("KILL", "TERM", "INT", "INT twice", "STOP, CONT")
 _GAN = Path(__file__).parents[1] / "tests" / "scripts" / "train_gan.py"
 _SIGNALS_IN_A_CHAIN = 5
-_STEPS = 60
+_STEPS = 120
 _MOST_SECONDS_TO_END = 10.0
 _NOTHING, _READABLE = "nothing committed", "readable"
 
