@@ -21,7 +21,7 @@ __all__ = ["Buckets", "TakenBuckets", "restore_buckets"]
 _log = logging.getLogger(__name__)
 
 Buckets = list[list[str]]
-"""Of a model that is wrapped, the names of each bucket's parameters."""
+"""Names each bucket's parameters, of a model that is wrapped."""
 
 
 class TakenBuckets:
@@ -58,8 +58,8 @@ def restore_buckets(model: nn.Module, taken: Sequence[Buckets]) -> None:
         trained = {id(parameter) for parameter in parallel.parameters() if parameter.requires_grad}
         for buckets in taken:
             order = [[parameters[name] for name in bucket if name in parameters] for bucket in buckets]
-            if {id(parameter) for bucket in order for parameter in bucket} == trained:
-                make_buckets(parallel, order)
+            is_its = {id(parameter) for bucket in order for parameter in bucket} == trained
+            if is_its and make_buckets(parallel, order):
                 _log.info("gradients are summed in the %d buckets of the interrupted run", len(order))
 
 

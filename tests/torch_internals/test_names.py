@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader
 
 from memwall.torch_internals import (
@@ -347,6 +348,22 @@ def test_distributed_data_parallel_says_when_it_has_made_its_buckets_anew(tmp_pa
     assert [list(map(id, bucket)) for bucket in buckets[-1]] == [[id(bias), id(weight)]]
     assert float(weight.grad.sum()) == 6 * 2 * 4  # each step of both reducers adds to it
     assert not modules.waits_for_new_buckets(nn.Linear(1, 1))
+
+
+def test_a_reducer_with_a_communication_hook_is_kept_as_it_is(tmp_path: Path) -> None:
+    """GIVEN gradients that a hook of the script compresses WHEN buckets are to be made THEN none is lost with them."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+        parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        for _ in range(3):
+            parallel(torch.ones(2, 4)).sum().backward()
+        before = parallel.reducer
+        assert reducer.buckets_of(parallel) == []
+        assert not reducer.make_buckets(parallel, [[*parallel.parameters()]])
+        assert parallel.reducer is before
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_nested_values_are_walked_through() -> None:
