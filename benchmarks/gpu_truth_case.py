@@ -36,7 +36,7 @@ _PEAKS = {
     "requested_bytes": "requested_bytes.all.peak",
     "small_reserved_bytes": "reserved_bytes.small_pool.peak",
 }
-"""What torch's allocator counts of a step, by the names that its statistics have."""
+"""Holds what torch's allocator counts of a step, by the names that its statistics have."""
 
 
 def predicted(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> dict[str, int]:

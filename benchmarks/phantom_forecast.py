@@ -1,4 +1,4 @@
-"""What memwall foresees of a case of the zoo on a card, and what a deviation from the count is made of. Simulated."""
+"""Foresees a case of the zoo on a card, and names what a deviation from the count is made of. Simulated."""
 
 from itertools import pairwise
 from typing import Any

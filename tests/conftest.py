@@ -63,7 +63,7 @@ def _nothing_left_changed(request: pytest.FixtureRequest, _restored_environment:
 
 
 def _changes(before: Collection[int] = ()) -> "list[InEffect]":
-    """What has to be taken back, but for what was there before; nothing where memwall's book was not imported."""
+    """Lists what has to be taken back, but for what was there before; nothing without memwall's book of changes."""
     patches = sys.modules.get("memwall.patches")
     found = [] if patches is None else patches.active()
     return [change for change in found if not change.permanent and change.number not in before]

@@ -40,7 +40,7 @@ class Recovery:
         self._excess_bytes = 0
         """Bytes by which the last step under the plan exceeded what the plan promised, the budget being near."""
         self._ended_bytes = 0
-        """What was held at most when the last step under the plan had ended."""
+        """Says what was held at most when the last step under the plan had ended."""
         self._can_plan_again = True
         self._shortage: Exhaustion | None = None
         """Says what the optimizer's step lacked, in the last step."""

@@ -1,4 +1,4 @@
-"""What benchmarks/fuzzing.py writes down: how long each reader was fuzzed, from libFuzzer's own last lines."""
+"""benchmarks/fuzzing.py writes down how long each reader was fuzzed, from libFuzzer's own last lines."""
 
 import subprocess
 from pathlib import Path

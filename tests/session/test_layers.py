@@ -1,4 +1,4 @@
-"""What each step asks of a model's parameters is right after any change of its layers, though no step walks them."""
+"""A step's questions about a model's parameters are answered right after any change of its layers, without a walk."""
 
 from collections.abc import Callable
 
