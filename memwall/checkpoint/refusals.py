@@ -1,18 +1,19 @@
 """Refuses optimizers and models of a script that cannot be committed, before anything is lost."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from memwall.checkpoint.discovery import shapes_of
 from memwall.checkpoint.variables import Variables
-from memwall.errors import UsageError
+from memwall.errors import StoreError, UsageError
 from memwall.trace.optimizers import joint_name
 from memwall.trace.together import models_of
 
-__all__ = ["check_told_apart", "steps_beside", "steps_in_between"]
+__all__ = ["check_told_apart", "of_other_optimizers", "steps_beside", "steps_in_between"]
 
 
 def check_told_apart(directory: str, model: nn.Module, variables: Variables) -> None:
@@ -59,3 +60,24 @@ def steps_in_between(directory: str, optimizer: torch.optim.Optimizer) -> UsageE
         "committed is called again, so that the two would be committed from different steps; loop over `for step in "
         "memwall.steps(NUM_STEPS)`, which says where a step begins"
     )
+
+
+def of_other_optimizers(
+    saved: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], *, maker: str
+) -> StoreError:
+    """Returns the error of an optimizer that begins to step where the checkpoint is of others.
+
+    Args:
+        saved: what the checkpoint has of each of its optimizers.
+        groups: names of the parameters in each group of the one here.
+        maker: what to resume with.
+    """
+    of = [f"a {one['class']} with {_groups_text([group['parameters'] for group in one['groups']])}" for one in saved]
+    return StoreError(
+        f"the checkpoint is of {' and '.join(of)}, and this script has a {type(optimizer).__qualname__} with "
+        f"{_groups_text(groups)}; resume with {maker}"
+    )
+
+
+def _groups_text(groups: Sequence[Sequence[str]]) -> str:
+    return f"{len(groups)} group{'s' if len(groups) != 1 else ''} of {', '.join(str(len(group)) for group in groups)}"

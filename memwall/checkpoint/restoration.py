@@ -22,6 +22,7 @@ from memwall.checkpoint.discovery import (
 )
 from memwall.checkpoint.reachable import reachable
 from memwall.checkpoint.reduction import restore_buckets
+from memwall.checkpoint.refusals import of_other_optimizers
 from memwall.checkpoint.training_state import (
     Part,
     TensorRecord,
@@ -177,14 +178,7 @@ class Restoration:
 
     def is_of_others(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> StoreError:
         """Returns the error that says what optimizer the checkpoint has in place of one that begins to step."""
-        of = [
-            f"a {saved['class']} with {_groups_text([group['parameters'] for group in saved['groups']])}"
-            for saved in self._own.optimizers
-        ]
-        return StoreError(
-            f"the checkpoint is of {' and '.join(of)}, and this script has a {type(optimizer).__qualname__} with "
-            f"{_groups_text(_groups_of(model, optimizer, 0))}; resume with {self._maker}"
-        )
+        return of_other_optimizers(self._own.optimizers, optimizer, _groups_of(model, optimizer, 0), maker=self._maker)
 
     @torch.no_grad()
     def restore_state(
@@ -385,10 +379,6 @@ class Restoration:
                 f"the checkpoint in {self._directory} is of another model: {'; '.join(differences[:3])}{more}; "
                 f"resume with {self._maker}, or give this one a directory of its own"
             )
-
-
-def _groups_text(groups: list[list[str]]) -> str:
-    return f"{len(groups)} group{'s' if len(groups) != 1 else ''} of {', '.join(str(len(group)) for group in groups)}"
 
 
 def _groups_of(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> list[list[str]]:

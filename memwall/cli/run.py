@@ -21,9 +21,9 @@ from memwall.cli.options import (
     require_writable,
 )
 from memwall.cli.ranks import check_no_launcher, run_by_torchrun
-from memwall.cli.run_end import end_run
-from memwall.cli.run_failure import failure_page_after
-from memwall.cli.run_request import (
+from memwall.cli.running.run_end import end_run
+from memwall.cli.running.run_failure import failure_page_after
+from memwall.cli.running.run_request import (
     BudgetOption,
     CheckpointOption,
     EveryOption,
@@ -114,7 +114,7 @@ def _run_as_is_with_ample_room(request: RunRequest) -> None:
     is_alone = max(here.num_ranks, here.num_local_ranks) == 1 and not torch.cuda.is_available()
     if budget_bytes is None or not is_alone or is_asked_for_figures or request.checkpoint_path or request.allowed:
         return
-    from memwall.cli.run_as_is import has_ample_room, run_as_is
+    from memwall.cli.running.run_as_is import has_ample_room, run_as_is
 
     if has_ample_room(budget_bytes):
         request.require_disk()  # for the run that turns out to need a plan

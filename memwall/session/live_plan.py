@@ -22,8 +22,8 @@ from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
 from memwall.predict.cuda.live_cuda import held_here
 from memwall.predict.live_device import live_process
-from memwall.session.evaluation_batch import with_evaluation
 from memwall.session.first_plan import charged, planned
+from memwall.session.loop.evaluation_batch import with_evaluation
 from memwall.session.measurements import Measurements, trained_parameters
 from memwall.session.plan_in_effect import PlanInEffect
 from memwall.session.ranks.agreement import Ranks

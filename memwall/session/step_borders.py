@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.apply.memory.exhaustion import Phase
 from memwall.patches import Patches
-from memwall.session.longer_batch import Shape, input_shape
-from memwall.session.turns import Turns
+from memwall.session.loop.longer_batch import Shape, input_shape
+from memwall.session.loop.turns import Turns
 from memwall.torch_internals.autograd import current_node, execution_is_transformed
 from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import trains

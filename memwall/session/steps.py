@@ -9,18 +9,18 @@ from torch import nn
 
 from memwall.apply.offload.parking import close_unneeded
 from memwall.errors import MemwallError, NoEffectError, RankError
-from memwall.session.layers import Layers
 from memwall.session.live_plan import LivePlan
-from memwall.session.longer_batch import is_too_large
+from memwall.session.loop.layers import Layers
+from memwall.session.loop.longer_batch import is_too_large
+from memwall.session.loop.stages import Stages
+from memwall.session.loop.turns import FirstTurns
 from memwall.session.measurements import Measurements
 from memwall.session.ranks.shared_plan import tell_of_failure
 from memwall.session.recovery import Recovery
 from memwall.session.redo import Redo
 from memwall.session.refusals import check_not_captured
-from memwall.session.stages import Stages
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_clock import StepClock
-from memwall.session.turns import FirstTurns
 from memwall.session.unseen_steps import UnseenSteps
 from memwall.session.watch.budget_watch import BudgetWatch, place_of
 from memwall.session.watch.growth import GrowthWatch
@@ -354,13 +354,8 @@ class Steps:
         done again that ran out of memory.
         """
         here = self.live
-        if here.is_given or here.ranks is not None or here.in_effect.is_cooperative:
-            return False
-        return (
-            here.trace is not None
-            and here.plan is not None
-            and is_too_large(self.borders.input_shape, here.trace, here.plan)
-        )
+        is_fixed = here.is_given or here.ranks is not None or here.in_effect.is_cooperative
+        return not is_fixed and is_too_large(self.borders.input_shape, here.trace, here.plan)
 
     def _is_new_stage(self) -> bool:
         """Tells whether the loop has frozen or unfrozen parameters since the step was recorded: another graph.

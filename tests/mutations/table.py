@@ -90,7 +90,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a complete run over its budget fails the job of its launcher",
-        "memwall/cli/run_end.py",
+        "memwall/cli/running/run_end.py",
         "    if not here.by_launcher:\n        return 5",
         "    return 5",
         ("tests/cli/test_run_status.py",),
@@ -328,7 +328,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a loader that is trained from in parts is taken for one of an evaluation",
-        "memwall/session/evaluation_batch.py",
+        "memwall/session/loop/evaluation_batch.py",
         "if id(sampler) not in held",
         "if True",
         ("tests/session/test_evaluation_batch.py",),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from memwall.session.evaluation_batch import largest_batch
+from memwall.session.loop.evaluation_batch import largest_batch
 
 TRAINED = 7919  # of no other loader in the process
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import memwall
 from memwall.machine.meter import process_bytes, return_free_memory
-from memwall.session.longer_batch import Shape, input_shape, is_too_large
+from memwall.session.loop.longer_batch import Shape, input_shape, is_too_large
 
 MIB = 1 << 20
 

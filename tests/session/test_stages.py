@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import memwall
 from memwall.session.live_plan import LivePlan, Revision
-from memwall.session.stages import Stage, Stages
+from memwall.session.loop.stages import Stage, Stages
 
 BYTES = {"a": 3, "b": 5, "c": 4, "d": 2, "e": 6}
 NAMES = "abcde"

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import memwall
+from memwall.session.loop.turns import FirstTurns
 from memwall.session.step_borders import StepBorders
-from memwall.session.turns import FirstTurns
 from memwall.trace.together import TrainedTogether
 
 

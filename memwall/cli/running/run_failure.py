@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memwall.cli.run_request import RunRequest
+from memwall.cli.running.run_request import RunRequest
 from memwall.errors import OutOfMemoryError, UsageError
 from memwall.machine.launched import launched
 

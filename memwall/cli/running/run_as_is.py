@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 from torch import nn
 
 from memwall.cli.options import Script
-from memwall.cli.run_end import end_run, end_run_as_it_is
+from memwall.cli.running.run_end import end_run, end_run_as_it_is
 from memwall.integrations.scripts.ample_room import AmpleRoom, has_ample_room
 from memwall.integrations.scripts.execution import execute
 from memwall.machine.meter import process_peak_bytes
