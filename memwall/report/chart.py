@@ -231,9 +231,11 @@ def _level_shape(level: float, name: str, dash: str) -> dict[str, Any]:
 
 
 def _level_note(level_bytes: int, name: str, side: str, edge: str, scale: Scale) -> dict[str, Any]:
+    # As in the tables beside it: what there is is shown rounded down, what is needed rounded up.
+    text = format_bytes(level_bytes, rounding="down" if name == "budget" else "up")
     return {
         "name": name,
-        "text": f"{name} {format_bytes(level_bytes)}",
+        "text": f"{name} {text}",
         "xref": "paper",
         "x": 1 if side == "right" else 0,
         "xanchor": side,

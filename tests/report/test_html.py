@@ -219,6 +219,12 @@ class TestScales:
         notes = [note["text"] for note in layout["annotations"]]
         assert notes == ["forward", "loss", "backward", "optimizer", "budget 480.0 MiB", "process peak 810.0 MiB"]
 
+    def test_a_budget_is_rounded_down_and_a_peak_up_as_in_the_tables(self, page: Page) -> None:
+        levels = {"budget_bytes": 480 * MIB + MIB // 16, "process_peak_bytes": 480 * MIB + MIB // 64}
+        curve = msgspec.structs.replace(page.curves[0], **levels)
+        notes = [note["text"] for note in chart_of(curve, scale_of([curve]))["layout"]["annotations"]]
+        assert notes[-2:] == ["budget 480.0 MiB", "process peak 480.1 MiB"]
+
     def test_the_peak_is_marked_where_it_is(self, page: Page) -> None:
         mark = chart_of(page.curves[0], scale_of(page.curves))["data"][-1]
         assert (mark["x"], mark["text"]) == ([pytest.approx(0.5005)], ["800.0 MiB"])
