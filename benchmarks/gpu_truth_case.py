@@ -25,6 +25,7 @@ from memwall.machine.hardware import Hardware, hardware_named
 from memwall.planning.estimate import estimate
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.roofline import Roofline
+from memwall.trace.records import Trace
 
 NUM_STEADY = 3
 SAMPLES_FACTOR = 8
@@ -39,8 +40,8 @@ _PEAKS = {
 """Holds what torch's allocator counts of a step, by the names that its statistics have."""
 
 
-def predicted(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> dict[str, int]:
-    """Allocated, reserved and process bytes by memwall, at the peak of the run's steps. Simulated."""
+def translated_case(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> Trace:
+    """Returns the trace of a case of the zoo as it would run on a card. Simulated."""
     chosen = FAMILIES[family]
     recording = recording_for(hardware)
     trace = record_fake(
@@ -51,7 +52,12 @@ def predicted(family: str, precision: Precision, optimizer: str, hardware: Hardw
         workspaces=recording.workspaces,
         choices=recording.choices(),
     )
-    found = estimate(translated(trace, hardware, autocast=recording.autocast), hardware)
+    return translated(trace, hardware, autocast=recording.autocast)
+
+
+def predicted(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> dict[str, int]:
+    """Allocated, reserved and process bytes by memwall, at the peak of the run's steps. Simulated."""
+    found = estimate(translated_case(family, precision, optimizer, hardware), hardware)
     return {
         "allocated_bytes": found.peak.allocated_bytes,
         "reserved_bytes": found.peak.reserved_bytes or 0,

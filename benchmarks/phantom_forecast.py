@@ -4,12 +4,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from fake_steps import record_fake
-from gpu_truth_case import SAMPLES_FACTOR
-from prediction_zoo import FAMILIES, Precision, workload
+from gpu_truth_case import translated_case
+from prediction_zoo import Precision
 
 from memwall.machine.hardware import Hardware
-from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, events_of_steps
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
 from memwall.predict.cuda_allocator.event_replay import Playback
@@ -17,7 +15,6 @@ from memwall.predict.cuda_allocator.memory_blocks import FreeSet, Segment
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.step_peaks import NUM_STEADY
 from memwall.predict.cuda_allocator.torch_releases import profile_for
-from memwall.predict.roofline import Roofline
 from memwall.trace.records import Step
 
 __all__ = ["STEPS", "cause", "foreseen"]
@@ -39,17 +36,7 @@ class _Allocator(CudaAllocator):
 
 def foreseen(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> dict[str, Peaks]:
     """Returns the bytes at the peak of the first step and of steady ones, by what torch's allocator calls them."""
-    chosen = FAMILIES[family]
-    recording = recording_for(hardware)
-    trace = record_fake(
-        workload(family, optimizer, precision, SAMPLES_FACTOR * chosen.num_samples),
-        target="cuda",
-        seconds_of=Roofline(hardware),
-        mask_share=chosen.mask_share,
-        workspaces=recording.workspaces,
-        choices=recording.choices(),
-    )
-    first, *steady = _peaks(translated(trace, hardware, autocast=recording.autocast).steps)
+    first, *steady = _peaks(translated_case(family, precision, optimizer, hardware).steps)
     return {"first": first, "steady": {name: max(peaks[name] for peaks in steady) for name in first}}
 
 
