@@ -77,7 +77,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Without files of bytecode each process that a test starts compiles memwall, and each run of pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv test-recipes fuzz faults soak site first-walk reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-frameworks test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-cpu-adam bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
+.PHONY: venv test-recipes fuzz faults soak site first-walk reference phantom test-phantom races test test-all test-benchmarks test-torch test-low-bit test-frameworks test-deepspeed deepspeed-arm test-kernels $(KERNEL_TESTS) unit lint types layers wheel demo compat bench-knobs bench-cap bench-low-bit bench-heap bench-recording bench-planner bench-prediction bench-allocator allocator-oracle gpu-kernels gpu-truth gpu-day gpu-day-phantom smallest-cap frontier against-deepspeed clean
 
 venv: $(STAMP)
 
@@ -157,9 +157,6 @@ test-phantom: | $(STAMP)
 races: $(PHANTOM)/.installed
 	PHANTOM_ENV=$(PHANTOM) PHANTOM_NUMBERS=1 PHANTOM_ORDER=random OMP_NUM_THREADS=1 \
 	    phantom/run python tests/phantom/race_finder.py $(ARGUMENTS)
-
-bench-cpu-adam: $(DEEPSPEED)/.installed
-	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python benchmarks/cpu_adam.py
 
 deepspeed-arm: $(DEEPSPEED)/.installed
 	$(DEEPSPEED_ENV) $(DEEPSPEED)/bin/python benchmarks/deepspeed_arm.py $(ARM)

@@ -46,7 +46,6 @@ STATE = {
     "memwall.torch_internals.names.REGISTRY": "nothing: an entry for each private name of torch",
     "memwall.trace.op_work.OWN_WORK": "nothing: an entry for each of memwall's own operators",
     # Locks and numbers.
-    "memwall.apply.optimizer_state.deepspeed_adam._IDS": "nothing: a number is given once",
     "memwall.patches._numbers": "nothing: a number is given once",
     "memwall.store.directory_lock._guard": "its holder",
     "memwall.planning.solver.quiet_streams._guard": "its holder",
@@ -57,7 +56,6 @@ STATE = {
     "memwall.apply.offload.engine._hidden": _FOREVER,
     "memwall.torch_internals.saved.described": "itself, at 1024 texts",
     "memwall.predict.malloc.malloc_policies._replays": "itself, at 16 forecasts",
-    "memwall.apply.optimizer_state.deepspeed_adam.load_operator": _FOREVER,
     "memwall.apply.optimizer_state.master_weights._made": "nothing: one class for each class of optimizer",
     "memwall.apply.blocks.numpy_random._last": "the next state that is asked for",
     "memwall.apply.streaming.parameter_tier._usual_references": _FOREVER,

@@ -30,8 +30,6 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Those that plans may use, the nearest one first."""
     cpu_step_bytes_per_second: float = 0.0
     """How fast torch's fused AdamW reads and writes memory on the CPU, all its threads together."""
-    deepspeed_step_bytes_per_second: float = 0.0
-    """How fast DeepSpeed's does; 0.0 too where it is not built, or was not measured faster."""
     copy_seconds_per_byte: float = 0.0
     """Computing time that moving a byte out and back costs."""
     fault_seconds_per_byte: float = 0.0

@@ -10,7 +10,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memwall.apply.offload.parking import machine_above_host
-from memwall.apply.optimizer_state.cpu_speed import CpuStepSpeeds
 from memwall.apply.techniques import cpu_step
 from memwall.apply.techniques.cpu_step import CpuStepHandler
 from memwall.errors import StoreError
@@ -124,7 +123,7 @@ def test_the_probe_keeps_to_the_limit(link: Link) -> None:
 def test_plans_know_the_link_what_they_may_pin_and_the_cpu_if_it_may_step(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_step, "cpu_step_speeds", lambda: CpuStepSpeeds(3e10, 4e10))
+    monkeypatch.setattr(cpu_step, "cpu_step_bytes_per_second", lambda: 3e10)
     found = machine_above_host(CPU, limit_bytes=1 << 30)
     host = Tier(name="host", write_bytes_per_second=2.4e10, read_bytes_per_second=1.3e10, free_bytes=1 << 30)
     assert found.tiers == (host,)
@@ -133,7 +132,7 @@ def test_plans_know_the_link_what_they_may_pin_and_the_cpu_if_it_may_step(
     assert found.copy_seconds_per_byte == 0.0
     measured = CpuStepHandler.measured(found)
     assert measured.tiers == (host,)
-    assert (measured.cpu_step_bytes_per_second, measured.deepspeed_step_bytes_per_second) == (3e10, 4e10)
+    assert measured.cpu_step_bytes_per_second == 3e10
 
 
 def test_where_nothing_can_be_pinned_plans_leave_host_memory_out(

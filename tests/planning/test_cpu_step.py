@@ -28,7 +28,6 @@ from memwall.report.plan_grids import action_grid
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.trace.workload import Workload
-from memwall.units import format_bytes
 
 WIDTH, NUM_LAYERS = 1024, 24
 HOST_BYTES = 64 << 30
@@ -67,31 +66,6 @@ def tight(trace: Trace, hardware: Hardware, *allow: str) -> Plan:
     assert least is not None
     budget_bytes = least - NUM_LAYERS * MATRIX_BYTES
     return make_plan(trace, msgspec.structs.replace(settings, budget_bytes=budget_bytes, allow=allow))
-
-
-@pytest.mark.slow
-def test_deepspeeds_kernel_is_planned_with_its_own_speed_where_it_was_measured_faster(
-    trace: Trace, hardware: Hardware
-) -> None:
-    slow = on_machine(trace, cpu_step_bytes_per_second=SLOW)
-    both = on_machine(slow, deepspeed_step_bytes_per_second=FAST)
-    plain, faster = placement_of(tight(trace, hardware, *ALLOWED)), tight(both, hardware, *ALLOWED)
-    action = placement_of(faster)
-    assert action.engine == "deepspeed"
-    assert action.cost_seconds == plain.cost_seconds
-    speed_text = f"the CPU steps it with DeepSpeed's kernel at {format_bytes(FAST)}/s"
-    assert any(speed_text in line for line in faster.forecast.binding)
-    assert action_grid((action,)).rows[0][0] == "optimizer state to host, stepped on the CPU by DeepSpeed's kernel"
-    assert "engine" not in msgspec.to_builtins(plain)
-
-
-def test_a_third_moment_is_stepped_by_torchs_kernel_which_alone_has_amsgrad(hardware: Hardware) -> None:
-    found = traced(hardware, lambda parameters: torch.optim.AdamW(parameters, amsgrad=True))
-    machine = on_machine(found, cpu_step_bytes_per_second=SLOW, deepspeed_step_bytes_per_second=FAST)
-    alone = on_machine(found, cpu_step_bytes_per_second=SLOW)
-    assert step_on_cpu(machine, steady_step(machine), capacity_bytes=HOST_BYTES, allow=ALLOWED) == step_on_cpu(
-        alone, steady_step(alone), capacity_bytes=HOST_BYTES, allow=ALLOWED
-    )
 
 
 def placement_of(plan: Plan) -> StepOnCpu:

@@ -1,9 +1,8 @@
 """An optimizer's step on the CPU, for parameters on CUDA: its state never is on the device.
 
-Gradients and parameters come down through pinned memory a bucket at a time, a CPU kernel (torch's fused one, or
-DeepSpeed's) steps them there, beside their state, and the parameters go up again. While one bucket is stepped, the next
-one comes down and the one before goes up. It happens between the step's pre-hooks and its post-hooks, after the global
-norm is known.
+Gradients and parameters come down through pinned memory a bucket at a time, torch's fused kernel steps them there,
+beside their state, and the parameters go up again. While one bucket is stepped, the next one comes down and the one
+before goes up. It happens between the step's pre-hooks and its post-hooks, after the global norm is known.
 
 Parameters come down in every step, though the host has seen them in the last one: whoever writes `parameter.data`
 meanwhile leaves no trace of it.
@@ -18,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memwall.apply.optimizer_state.cpu_step_checks import check_optimizer, check_room, check_state, deepspeed_operator
-from memwall.apply.optimizer_state.deepspeed_adam import DeepSpeedAdam
+from memwall.apply.optimizer_state.cpu_step_checks import check_optimizer, check_room, check_state
 from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import MemwallError, StoreError
@@ -73,7 +71,6 @@ class CpuStep:
         optimizer: its parameters are dense, in float32 and on `device`.
         bucket_bytes: parameters that are stepped at a time. A larger one is a bucket by itself.
         limit_bytes: the most to take of host memory, for state and what passes through.
-        with_deepspeed: whether the kernel is DeepSpeed's, in place of torch's fused one.
 
     Raises:
         ApplyError: it cannot be stepped so; nothing has changed then.
@@ -81,7 +78,6 @@ class CpuStep:
     """
 
     kept = "in host memory, where it is stepped"
-    _deepspeed: DeepSpeedAdam | None = None
 
     def __init__(
         self,
@@ -90,12 +86,10 @@ class CpuStep:
         *,
         bucket_bytes: int,
         limit_bytes: int,
-        with_deepspeed: bool = False,
     ) -> None:
         self._torch_step = inner_step_of(optimizer, kept=self.kept, device=device)
         self._optimizer, self._device, self.bucket_bytes = optimizer, device, bucket_bytes
         check_optimizer(optimizer, device)
-        self.step_with(deepspeed=with_deepspeed)
         check_room(optimizer, device, bucket_bytes=bucket_bytes, limit_bytes=limit_bytes)
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._arena = PinnedArena(limit_bytes, chunk_bytes=0, device=self._device)
@@ -120,17 +114,6 @@ class CpuStep:
     def away_bytes(self) -> int:
         """Counts the state that is in host memory."""
         return sum(value.nbytes for _, _, value in self._state() if value.ndim > 0)
-
-    def step_with(self, *, deepspeed: bool) -> None:
-        """Chooses the kernel of the next steps: DeepSpeed's, or torch's fused one.
-
-        Raises:
-            ApplyError: DeepSpeed's is not there, or does not know the optimizer's way; the choice is as before.
-        """
-        if deepspeed and self._deepspeed is None:
-            self._deepspeed = DeepSpeedAdam(deepspeed_operator(self._optimizer))
-        elif not deepspeed:
-            self._deepspeed = None
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -161,8 +144,6 @@ class CpuStep:
         # Groups may have been added, gradients become sparse, and tensors been moved.
         check_optimizer(self._optimizer, self._device)
         check_state(self._optimizer)
-        if self._deepspeed is not None:
-            deepspeed_operator(self._optimizer)
         buckets = self._buckets()
         if not buckets:
             return
@@ -223,7 +204,6 @@ class CpuStep:
         part: dict[int, list[Tensor]] = {}
         for (number, _), twin in zip(down.members, down.twins, strict=True):
             part.setdefault(number, []).append(twin)
-        inner = self._torch_step if self._deepspeed is None else self._deepspeed.step
         optimizer = self._optimizer
         whole = optimizer.state
         pairs = [(parameter, twin) for (_, parameter), twin in zip(down.members, down.twins, strict=True)]
@@ -232,7 +212,7 @@ class CpuStep:
         optimizer.state = defaultdict(dict, {twin: whole[parameter] for parameter, twin in pairs})
         try:
             with _as_fused_on_cpu(optimizer):
-                step_some(optimizer, inner, tuple(part.items()), arguments)
+                step_some(optimizer, self._torch_step, tuple(part.items()), arguments)
         finally:
             optimizer.state = whole
 

@@ -1,11 +1,8 @@
 """Whether an optimizer of a device's parameters can be stepped on the CPU: found out before anything is moved."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from memwall.apply.optimizer_state.deepspeed_adam import load_operator
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.errors import ApplyError, StoreError
 from memwall.predict.cpu_step_pipeline import staged_bytes
@@ -13,7 +10,7 @@ from memwall.store.buckets import is_dense
 from memwall.trace.optimizers import WITH_MOMENTS, has_moments
 from memwall.units import format_bytes
 
-__all__ = ["check_optimizer", "check_room", "check_state", "deepspeed_operator"]
+__all__ = ["check_optimizer", "check_room", "check_state"]
 
 _CPU = torch.device("cpu")
 _WITHOUT = "plan without --allow cpu-optimizer-step"
@@ -33,27 +30,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> N
     found = _obstacle(optimizer, device)
     if found is not None:
         raise ApplyError(f"the plan steps the {type(optimizer).__name__} on the CPU, and {found}; {_WITHOUT}")
-
-
-def deepspeed_operator(optimizer: torch.optim.Optimizer) -> Any:
-    """Returns DeepSpeed's kernel, for an optimizer that it can step as its groups are now.
-
-    Raises:
-        ApplyError: it cannot, or is not there.
-    """
-    name = type(optimizer).__name__
-    if any(group.get("amsgrad") for group in optimizer.param_groups):
-        raise ApplyError(
-            f"the plan steps the {name} on the CPU with DeepSpeed's kernel, which has no amsgrad; pass amsgrad=False, "
-            f"or {_WITHOUT}"
-        )
-    operator = load_operator()
-    if operator is None:
-        raise ApplyError(
-            f"the plan steps the {name} on the CPU with DeepSpeed's kernel, which is not built here; install deepspeed "
-            "and build its CPUAdam operator, or plan again on this machine"
-        )
-    return operator
 
 
 def check_state(optimizer: torch.optim.Optimizer) -> None:

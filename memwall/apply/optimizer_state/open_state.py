@@ -81,13 +81,12 @@ def open_optimizer_state(
 
 
 def open_cpu_step(
-    optimizer: torch.optim.Optimizer, *, bucket_bytes: int, limit_bytes: int, with_deepspeed: bool = False
+    optimizer: torch.optim.Optimizer, *, bucket_bytes: int, limit_bytes: int
 ) -> tuple[CpuStep, Callable[[], None]]:
     """Takes the step of an optimizer of CUDA parameters to the CPU, and its state with it.
 
     Args:
         limit_bytes: the most host memory to take.
-        with_deepspeed: whether its kernel is DeepSpeed's.
 
     Raises:
         ApplyError: the optimizer cannot be stepped there, its parameters are there already, or the run is committed.
@@ -98,7 +97,6 @@ def open_cpu_step(
         _device_above_host(optimizer),
         bucket_bytes=bucket_bytes,
         limit_bytes=limit_bytes,
-        with_deepspeed=with_deepspeed,
     )
     _log.info("the optimizer's state is in host memory, where the CPU steps it")
     return state, state.undo

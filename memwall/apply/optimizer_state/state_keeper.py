@@ -152,14 +152,11 @@ class StateKeeper:
             )
         )
 
-    def step_on_cpu(
-        self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int, with_deepspeed: bool, host_limit_bytes: int
-    ) -> None:
+    def step_on_cpu(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int, host_limit_bytes: int) -> None:
         """Has the CPU step a device's parameters, beside their state in host memory; it comes from wherever it is.
 
         Args:
             bucket_bytes: of parameters that pass by at a time.
-            with_deepspeed: by DeepSpeed's kernel in place of torch's.
             host_limit_bytes: the most host memory to take.
 
         Raises:
@@ -169,15 +166,10 @@ class StateKeeper:
         self._open_moments()
         if isinstance(self._opened.held, CpuStep):
             # All of it is there already, and the device may have no room for it to pass through.
-            self._opened.held.step_with(deepspeed=with_deepspeed)
             self._opened.held.bucket_bytes = bucket_bytes
             return
         self._opened.close()
-        self._opened.hold(
-            open_cpu_step(
-                optimizer, bucket_bytes=bucket_bytes, limit_bytes=host_limit_bytes, with_deepspeed=with_deepspeed
-            )
-        )
+        self._opened.hold(open_cpu_step(optimizer, bucket_bytes=bucket_bytes, limit_bytes=host_limit_bytes))
 
     def spill_recorded(
         self,

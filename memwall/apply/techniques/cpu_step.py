@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from memwall.apply.optimizer_state.cpu_speed import cpu_step_speeds
+from memwall.apply.optimizer_state.cpu_speed import cpu_step_bytes_per_second
 from memwall.apply.optimizer_state.state_keeper import why_not_on_cpu
 from memwall.apply.state_technique import PlacementEffect, StateHandler
 from memwall.apply.technique import Target, TierName, register
@@ -25,12 +25,7 @@ class CpuStepHandler(StateHandler[StepOnCpu]):
     def measured(cls, machine: Machine) -> Machine:
         if not machine.tiers:  # there is nowhere to have the state
             return machine
-        speeds = cpu_step_speeds()
-        return msgspec.structs.replace(
-            machine,
-            cpu_step_bytes_per_second=speeds.torch_bytes_per_second,
-            deepspeed_step_bytes_per_second=speeds.deepspeed_bytes_per_second,
-        )
+        return msgspec.structs.replace(machine, cpu_step_bytes_per_second=cpu_step_bytes_per_second())
 
     @classmethod
     def why_not_here(cls, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
@@ -44,7 +39,6 @@ class CpuStepHandler(StateHandler[StepOnCpu]):
         target.keeper.step_on_cpu(
             target.optimizers[0],
             bucket_bytes=self.action.bucket_bytes,
-            with_deepspeed=self.action.engine == "deepspeed",
             host_limit_bytes=target.host_limit_bytes or 0,
         )
 

@@ -1,12 +1,8 @@
 """The optimizer's step on the CPU: a device's state is in host memory, and parameters pass by it instead."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
-
-from msgspec import UNSET, UnsetType
 
 from memwall.errors import UsageError
-from memwall.machine.tiers import Machine
 from memwall.planning.action import Action, Exactness
 from memwall.planning.location import Location, can_move_optimizer_state
 from memwall.planning.one_recording.search_inputs import SearchInputs
@@ -34,8 +30,6 @@ class StepOnCpu(Action, frozen=True, kw_only=True, tag="cpu-step"):
     """So many bytes of parameters come down, are stepped and go up as one."""
     min_bytes: int
     """Smaller tensors of state stay where torch makes them."""
-    engine: Literal["deepspeed"] | UnsetType = UNSET
-    """The kernel that steps; unset for torch's fused one."""
     exactness: Exactness = "changes-numerics"
 
     def __post_init__(self) -> None:
@@ -91,15 +85,11 @@ class _CpuStep(Technique[StepOnCpu]):
             return reason
         if state_bytes + staged_bytes > inputs.capacity_bytes:
             return f"state and staging need {format_bytes(state_bytes + staged_bytes)} of host memory"
-        # A third moment is amsgrad's, which DeepSpeed's kernel does not have.
-        machine = trace.machine
-        has_deepspeed = machine.deepspeed_step_bytes_per_second > 0 and state_bytes <= 2 * gradient_bytes(steady)
         action = StepOnCpu(
             bucket_bytes=_BUCKET_BYTES,
             min_bytes=_MIN_STEPPED_BYTES,
-            engine="deepspeed" if has_deepspeed else UNSET,
             saved_bytes=state_bytes,
-            cost_seconds=_cpu_step_seconds(trace, steady, state_bytes, _bytes_per_second(machine, has_deepspeed)),
+            cost_seconds=_cpu_step_seconds(trace, steady, state_bytes),
         )
         # State stays where it is stepped; parameters and gradients come down, and parameters go up.
         lowered_bytes = 2 * gradient_bytes(steady)
@@ -119,8 +109,7 @@ class _CpuStep(Technique[StepOnCpu]):
         )
 
     def what(self, action: StepOnCpu) -> str:
-        by = "" if action.engine is UNSET else " by DeepSpeed's kernel"
-        return f"optimizer state to host, stepped on the CPU{by}"
+        return "optimizer state to host, stepped on the CPU"
 
     def where(self, actions: Sequence[StepOnCpu]) -> str:
         return "between steps"
@@ -132,7 +121,7 @@ class _CpuStep(Technique[StepOnCpu]):
         for action in actions:
             yield (
                 f"{format_bytes(action.saved_bytes or 0)} of optimizer state are in host memory, where the CPU steps "
-                f"it with {_kernel_text(trace, action)}: gradients and parameters come down in each step and "
+                f"it with {_kernel_text(trace)}: gradients and parameters come down in each step and "
                 "parameters go up, and the CPU rounds otherwise than the device"
             )
 
@@ -141,7 +130,7 @@ class _CpuStep(Technique[StepOnCpu]):
         for action in actions:
             if action.__struct_config__.tag == "optimizer-placement":
                 yield (
-                    f"the CPU, with {_kernel_text(trace, on_cpu)}, would make a step "
+                    f"the CPU, with {_kernel_text(trace)}, would make a step "
                     f"{on_cpu.cost_seconds or 0.0:.3g} s "
                     f"longer; state through the device makes it {action.cost_seconds or 0.0:.3g} s longer"
                 )
@@ -159,17 +148,11 @@ class _CpuStep(Technique[StepOnCpu]):
 TECHNIQUE = _CpuStep()
 
 
-def _bytes_per_second(machine: Machine, with_deepspeed: bool) -> float:
-    return machine.deepspeed_step_bytes_per_second if with_deepspeed else machine.cpu_step_bytes_per_second
+def _kernel_text(trace: Trace) -> str:
+    return f"torch's fused kernel at {format_bytes(trace.machine.cpu_step_bytes_per_second)}/s as measured here"
 
 
-def _kernel_text(trace: Trace, action: StepOnCpu) -> str:
-    with_deepspeed = action.engine == "deepspeed"
-    name = "DeepSpeed's kernel" if with_deepspeed else "torch's fused kernel"
-    return f"{name} at {format_bytes(_bytes_per_second(trace.machine, with_deepspeed))}/s as measured here"
-
-
-def _cpu_step_seconds(trace: Trace, steady: Step, state_bytes: int, cpu_bytes_per_second: float) -> float:
+def _cpu_step_seconds(trace: Trace, steady: Step, state_bytes: int) -> float:
     """Returns how much longer a step takes on the CPU than with all state on the device.
 
     Gradients and parameters come down and parameters go up, which share the link: it copies either down or up. The
@@ -186,6 +169,6 @@ def _cpu_step_seconds(trace: Trace, steady: Step, state_bytes: int, cpu_bytes_pe
         _BUCKET_BYTES,
         down_seconds=2 / tier.write_bytes_per_second,
         up_seconds=1 / tier.read_bytes_per_second,
-        cpu_seconds=(3 + 2 * state_share) / cpu_bytes_per_second,
+        cpu_seconds=(3 + 2 * state_share) / trace.machine.cpu_step_bytes_per_second,
     )
     return max(0.0, seconds - sum(op.seconds for op in steady.ops if op.phase == "optimizer"))

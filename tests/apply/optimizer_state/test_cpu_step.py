@@ -332,7 +332,7 @@ def test_a_step_in_a_captured_graph_is_refused(on_cpu: Callable[..., CpuStep], m
 
 
 def step_on_cpu(keeper: StateKeeper, optimizer: torch.optim.Optimizer, bucket_bytes: int) -> None:
-    keeper.step_on_cpu(optimizer, bucket_bytes=bucket_bytes, with_deepspeed=False, host_limit_bytes=1 << 30)
+    keeper.step_on_cpu(optimizer, bucket_bytes=bucket_bytes, host_limit_bytes=1 << 30)
 
 
 def test_a_plans_state_is_placed_and_brought_back_between_steps(
