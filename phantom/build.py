@@ -61,7 +61,10 @@ LIBRARIES = {
         refusing=("Size|RNNWeightParams", 3000),
     ),
     "libnccl.so.2": Library(
-        ("nccl.cpp",), ("nvidia-nccl-cu13", "nvidia/nccl/lib/libnccl.so.2"), is_versioned=False, calls_runtime=True
+        ("nccl.cpp", "nccl_comm.cpp"),
+        ("nvidia-nccl-cu13", "nvidia/nccl/lib/libnccl.so.2"),
+        is_versioned=False,
+        refusing=("^pnccl|MemStats|Grow|Shrink|UniqueId|Window|DevComm|Pointer|Signal|Gather|Scatter", 5),
     ),
     "libcusparse.so.12": Library(
         (), ("nvidia-cusparse", "nvidia/cu13/lib/libcusparse.so.12"), refusing=("[bB]ufferSize", 10)

@@ -74,7 +74,8 @@ void copy_rows(Stream*, void* to, size_t to_pitch, const void* from, size_t from
                CopyKind kind);
 void fill(Stream*, void* at, int value, size_t bytes);
 void kernel(Stream*, const char* name, int64_t ns = -1);  // -1: as long as the model of time says
-void call(Stream*, void (*function)(void*), void* data);
+// Queues a function; it takes no multiprocessor, and this long.
+void call(Stream*, void (*function)(void*), void* data, int64_t ns = 0, const char* name = "call");
 void wait_for(Stream*, Event*);
 void finish(Stream*);
 bool is_done(Stream*);

@@ -289,11 +289,11 @@ void kernel(Stream* stream, const char* name, int64_t ns) {
   queue(stream, Engine::kCompute, ns >= 0 ? ns : is_in_operation ? 0 : settings().kernel_ns, name);
 }
 
-void call(Stream* stream, void (*function)(void*), void* data) {
+void call(Stream* stream, void (*function)(void*), void* data, int64_t ns, const char* name) {
   Work work{Work::Kind::kCall};
   work.function = function;
   work.data = data;
-  queue(stream, Engine::kNone, 0, "call", &work);
+  queue(stream, Engine::kNone, ns, name, &work);
 }
 
 void wait_for(Stream* stream, Event* event) {
@@ -337,6 +337,12 @@ void record(Event* event, Stream* stream) {
 bool is_done(Event* event) {
   if (!event->stream) return true;
   launched();
+  // Whoever asks goes on: work that waits for another process, as a collective does, is done by some other thread.
+  std::unique_lock<std::recursive_mutex> only(doing(), std::try_to_lock);
+  if (!only.owns_lock()) {
+    Guard guard(lock());
+    return event->stream->num_done >= event->number;
+  }
   progress(event->stream);
   bool is_polled_for_ever = false;
   {
