@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from memwall.errors import UsageError
+from memwall.errors import TraceError, UsageError
 from memwall.machine.hardware import Hardware
 from memwall.planning.modes import allowed_words, has_mode
 from memwall.planning.one_recording.recording_search import RecordingSearch
@@ -59,7 +59,10 @@ def plan(
         InfeasibleError: nothing fits; says how much would, and what to allow.
         UsageError: the budget is no size, the global batch is not the trace's, or something is allowed that
             cannot be done.
+        TraceError: no step was recorded.
     """
+    if not trace.steps:
+        raise TraceError("the trace has no step, and a plan needs one: record one whole training step")
     allow = allowed_words(allow)
     for technique in techniques():
         reason = technique.why_not(trace, tuple(allow)) if technique.allow in allow else None

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from combinations import every_value, exhaustive
 
-from memwall.errors import InfeasibleError, UsageError
+from memwall.errors import InfeasibleError, TraceError, UsageError
 from memwall.machine.tiers import Machine
 from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
@@ -51,6 +51,11 @@ def test_with_room_for_everything_nothing_is_done(
     assert found.forecast.step_seconds == found.forecast.plain_step_seconds == step_seconds(steady_step(trace))
     assert found.forecast.peak.process_bytes == plain_bytes(trace)
     assert found.forecast.moved_bytes_per_step == 0
+
+
+def test_a_trace_without_a_step_is_refused(a_trace: Callable[[str], Trace]) -> None:
+    with pytest.raises(TraceError, match="the trace has no step, and a plan needs one: record one whole training step"):
+        plan(msgspec.structs.replace(a_trace("gpt"), steps=()), budget="1GiB")
 
 
 @without_malloc
