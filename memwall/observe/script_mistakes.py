@@ -133,7 +133,7 @@ def _last_window(source: _Source) -> Iterator[Mistake]:
         for window in (node for node in loop.body if isinstance(node, ast.If) and _is_window(node.test)):
             stepped = _optimizer_steps(window)
             later = [call for call in source.called("step") if call.lineno > (loop.end_lineno or 0)]
-            if stepped and isinstance(window.test, ast.Compare) and not later:
+            if stepped and isinstance(window.test, ast.Compare) and not later and _is_filled_outside(window):
                 yield Mistake(
                     line=window.lineno,
                     found="the last micro-batches of an epoch that fill no window are not stepped with, and are added "
@@ -277,6 +277,16 @@ def _mentions_any(source: _Source, names: tuple[str, ...]) -> bool:
 def _is_window(test: ast.expr) -> bool:
     """Returns whether a condition is that a window of micro-batches is full: it has a remainder in it."""
     return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(test))
+
+
+def _is_filled_outside(window: ast.If) -> bool:
+    """Tells whether a window that is full has gradients of earlier batches: a model that is trained less often has not.
+
+    Where the step's branch calls backward and the other one does not, all gradients are of that batch.
+    """
+    branches = (window.body, window.orelse)
+    backward = [any(_calls_within(node, "backward") for node in branch) for branch in branches]
+    return backward[0] == backward[1]
 
 
 def _optimizer_steps(node: ast.AST) -> list[ast.Call]:

@@ -143,6 +143,14 @@ for index in range(1000):
     if index % 4 == 3:
         optimizer.step()
 """,
+    "a generator that is trained with every fifth batch of its critic": """
+for index, batch in enumerate(loader):
+    critic_loss(batch).backward()
+    critic_optimizer.step()
+    if index % 5 == 0:
+        generator_loss(batch).backward()
+        generator_optimizer.step()
+""",
     "one way to checkpoint, said twice": """
 model.gradient_checkpointing_enable()
 args = TrainingArguments(out, gradient_checkpointing=True)
