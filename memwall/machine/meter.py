@@ -4,7 +4,7 @@ import ctypes
 import gc
 import mmap
 import os
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from memwall.machine.device_peaks import AllocatorPeak, allocator_peak, reset_al
 
 __all__ = [
     "CudaMeter",
+    "Held",
     "HostMeter",
     "Meter",
     "meter_of",
@@ -59,9 +60,9 @@ def _status() -> bytes:
     return os.pread(_kept[0], _MOST_SAID_BYTES, 0)
 
 
-def _status_bytes(name: bytes) -> int:
+def _said_bytes(status: bytes, name: bytes) -> int:
     """Returns a figure of the process's memory (proc_pid_status(5): in kB of 1024 bytes); 0 where there is none."""
-    _, _, rest = _status().partition(name)
+    _, _, rest = status.partition(name)
     return int(rest.split(maxsplit=1)[0]) * 1024 if rest else 0
 
 
@@ -83,7 +84,7 @@ def _bytes_elsewhere() -> int:
 def process_peak_bytes() -> int:
     """Returns the highest resident bytes of this process since it started or since the last reset (VmHWM)."""
     try:
-        return _status_bytes(b"VmHWM:")
+        return _said_bytes(_status(), b"VmHWM:")
     except FileNotFoundError:
         return _bytes_elsewhere()
 
@@ -118,6 +119,15 @@ def return_free_memory(*, generation: int = 2) -> None:
         trim(0)
 
 
+class Held(NamedTuple):
+    """Holds what a process holds at one moment, in bytes."""
+
+    standing_bytes: int
+    """What the run holds now: of a device in tensors, for what its segments have free is no growth."""
+    peak_bytes: int
+    """What was held at most since the last reset."""
+
+
 class Meter(Protocol):
     """Says what this process holds where its model is, in bytes."""
 
@@ -136,8 +146,8 @@ class Meter(Protocol):
     def allocator_peak(self) -> AllocatorPeak | None:
         """Returns what torch's caching allocator counts, since that reset; None where it has no part in it."""
 
-    def standing_bytes(self) -> int:
-        """Returns what the run holds now: of a device in tensors, for what its segments have free is no growth."""
+    def held(self) -> Held:
+        """Returns what is held now and was held at most, by the reads that cost a step the least."""
 
     def base_bytes(self, tensor_bytes: int) -> int:
         """Returns what is held beside tensors, of which so many bytes are alive on the device."""
@@ -151,12 +161,13 @@ class HostMeter:
     peak_bytes = staticmethod(process_peak_bytes)
     reset_peak = staticmethod(reset_process_peak)
 
-    def standing_bytes(self) -> int:
-        """Returns the resident bytes, by the read that costs a step the least."""
+    def held(self) -> Held:
+        """Returns both from one read of the system's."""
         try:
-            return _status_bytes(b"VmRSS:")
+            text = _status()
         except FileNotFoundError:
-            return _bytes_elsewhere()
+            return Held(_bytes_elsewhere(), _bytes_elsewhere())
+        return Held(_said_bytes(text, b"VmRSS:"), _said_bytes(text, b"VmHWM:"))
 
     def allocator_peak(self) -> None:
         """Nothing: malloc says less of itself than the system does."""
@@ -181,8 +192,8 @@ class CudaMeter:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.place)
         return total_bytes - free_bytes
 
-    def standing_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.place)
+    def held(self) -> Held:
+        return Held(torch.cuda.memory_allocated(self.place), self.peak_bytes())
 
     def peak_bytes(self) -> int:
         """Adds the segments' peak to what is beside them, which only grows."""

@@ -47,16 +47,17 @@ class Recovery:
 
     # -- steps that took more than foreseen ----------------------------------------------------------------------------
 
-    def begin_step(self, *, is_told: bool) -> None:
+    def begin_step(self, peak_bytes: int, *, is_told: bool) -> None:
         """Measures a step from here on: what ran since the last one, an evaluation say, is no part of it.
 
         A peak that is the last steps' own, and far from the budget, stands: nobody asks whether this step stays below.
 
         Args:
+            peak_bytes: what the process has held at most until now.
             is_told: whether somebody is told the figures of each step.
         """
         measured, plan = self._measured, self._live.plan
-        peak_bytes = measured.note_peak()
+        measured.note(peak_bytes)
         is_theirs = measured.meter.device == "cpu" and peak_bytes == self._ended_bytes
         if is_told or plan is None or not is_theirs or _is_near_budget(plan, peak_bytes):
             self._can_plan_again &= measured.meter.reset_peak()

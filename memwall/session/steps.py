@@ -9,6 +9,7 @@ from torch import nn
 
 from memwall.apply.offload.parking import close_unneeded
 from memwall.errors import MemwallError, NoEffectError, RankError
+from memwall.machine.meter import Held
 from memwall.session.live_plan import LivePlan
 from memwall.session.loop.layers import Layers
 from memwall.session.loop.longer_batch import is_too_large
@@ -63,10 +64,11 @@ class Steps:
         self._clock = StepClock(self.log.note_seconds)
         self._watch = BudgetWatch(self.measured, lambda: place_of(self.borders.phase, self.state))
         self._growth = GrowthWatch(
-            lambda: self.measured.meter.standing_bytes(),
             budget_bytes=lambda: self.live.budget_bytes,
             is_compiled=lambda: any(map(is_compiled, self.borders.attached_model.modules())),
         )
+        self._held: Held | None = None
+        """What was held when the present forward began; None where that is to be read anew."""
         self._num_planned_for = 0
         """Optimizers that had stepped when the plan was made."""
         self._unseen = UnseenSteps(self.measured, lambda: self.live.budget_bytes, self.live.in_effect.allocator)
@@ -199,7 +201,10 @@ class Steps:
         if self.state == "waiting":  # what comes first may be an evaluation
             self.measured.begin_run(self.borders.attached_model)
         self._watch.start(self.live.budget_bytes)
-        self._watch.look()
+        # One read answers three questions of a step that begins. What is shown of parameters is still to be taken off.
+        is_plain = self.measured.meter.device == "cpu" and not self.measured.shown_bytes()
+        self._held = self.measured.meter.held() if is_plain else None
+        self._watch.look(None if self._held is None else self._held.peak_bytes)
         self._note_engine_failure()
         if self.failure is not None:
             self._tell_others()
@@ -257,8 +262,10 @@ class Steps:
             raise
         if self.state == "running":
             self.live.in_effect.device_budget.begin_step()
-            self.recovery.begin_step(is_told=self.log.on_step is not None)
-            self._growth.begin_step()
+            is_same = self.live.in_effect.num_changes == num_changes
+            held = self._held if is_same and self._held is not None else self.measured.held()
+            self.recovery.begin_step(held.peak_bytes, is_told=self.log.on_step is not None)
+            self._growth.begin_step(held.standing_bytes)
         if self.live.in_effect.num_changes != num_changes:
             self._clock.forget()
             self._room.restart()

@@ -1,5 +1,10 @@
 """Answers what each step asks of a model's parameters, without a walk over its modules: that takes 0.1 ms by itself."""
 
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_not
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -7,6 +12,10 @@ from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.modules import own_modules, own_parameters
 
 __all__ = ["Layers"]
+
+
+_takes_gradients = attrgetter("requires_grad")
+_is_there = partial(is_not, None)
 
 
 class Layers:
@@ -18,10 +27,10 @@ class Layers:
 
     def trained(self) -> tuple[bool, ...]:
         """Returns of each parameter whether it takes gradients, as often as modules have it."""
-        if [module for modules in self._modules for module in modules.values()] != self._found:
+        if _values(self._modules) != self._found:
             self._find()
         with without_subclass_functions():  # to look at parameters on disk does not bring them in
-            return tuple([one.requires_grad for own in self._parameters for one in own.values() if one is not None])
+            return tuple(map(_takes_gradients, filter(_is_there, _values(self._parameters))))
 
     @property
     def device(self) -> torch.device:
@@ -36,4 +45,8 @@ class Layers:
         modules = list(self.model.modules())
         self._parameters = [own_parameters(module) for module in modules]
         self._modules = [own_modules(module) for module in modules]
-        self._found = [module for own in self._modules for module in own.values()]
+        self._found = _values(self._modules)
+
+
+def _values(dicts: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dicts)))

@@ -7,7 +7,9 @@ step's tensors are noted, and asked for three steps later: those that still live
 
 import itertools
 import logging
+import math
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from memwall.session.watch.births import Births
@@ -58,18 +60,20 @@ class GrowthWatch:
     """Looks at a run once a step, and says once what grows.
 
     Args:
-        standing_bytes: returns what is held now, between two steps.
         budget_bytes: returns the budget of the run; 0 for none.
         is_compiled: returns whether the model is compiled; a step's tensors are not noted then.
     """
 
-    def __init__(
-        self, standing_bytes: Callable[[], int], *, budget_bytes: Callable[[], int], is_compiled: Callable[[], bool]
-    ) -> None:
-        self._standing_bytes, self._budget_bytes, self._is_compiled = standing_bytes, budget_bytes, is_compiled
-        self._bytes: list[float] = []
+    def __init__(self, *, budget_bytes: Callable[[], int], is_compiled: Callable[[], bool]) -> None:
+        self._budget_bytes, self._is_compiled = budget_bytes, is_compiled
+        self._bytes: deque[float] = deque(maxlen=_NUM_STRETCHES * _STRETCHES[-1])
+        self._least_bytes = math.inf
+        """The least that was held when any of the steps began whose bytes are kept."""
+        self._has_risen = False
+        """Whether this step began with so much more than that that it may be growth."""
         self._handles: list[float] = []
         self._open_before: set[str] = set()
+        self._num_open = -1
         self._num_steps = 0
         self._births: Births | None = None
         self._noted_at = 0
@@ -79,24 +83,31 @@ class GrowthWatch:
         self._is_outside_tensors = False
         """Whether a step's tensors were asked for, and did not account for the growth."""
 
-    def begin_step(self) -> None:
-        """Looks at what the steps so far have left; to be called when a step begins."""
+    def begin_step(self, now_bytes: int) -> None:
+        """Looks at what the steps so far have left; to be called when a step begins.
+
+        Args:
+            now_bytes: what is held.
+        """
         self._num_steps += 1
         self._look_at_handles()
         self.close()
         if "memory" in self._said:
             return
-        now_bytes = self._standing_bytes()
         if self._births is not None:
             if self._num_steps == self._noted_at + _STEPS_LATER:
                 self._ask(now_bytes)
             return
-        self._bytes = [*self._bytes[-_NUM_STRETCHES * _STRETCHES[-1] + 1 :], float(now_bytes)]
-        if max(self._bytes) - min(self._bytes) < _LEAST_BYTES:
+        self._bytes.append(float(now_bytes))
+        self._least_bytes = min(self._least_bytes, now_bytes)
+        self._has_risen = now_bytes - self._least_bytes >= _LEAST_BYTES
+        if not self._has_risen:
             return  # as in nearly every step, and quickly found
+        values = list(self._bytes)
+        self._least_bytes = min(values)
         # What no step's tensors account for moves for more reasons: it has to rise for longer.
         for stretch in _STRETCHES[1:] if self._is_outside_tensors else _STRETCHES:
-            rise = rise_per_step(self._bytes, stretch, _LEAST_BYTES)
+            rise = rise_per_step(values, stretch, _LEAST_BYTES)
             if rise is None:
                 continue
             self._bytes_per_step = rise
@@ -113,12 +124,12 @@ class GrowthWatch:
             return
 
     def end_step(self) -> None:
-        """Looks at who watches operations between steps, too; to be called when a step has ended.
+        """Looks at who watches operations between steps, too, where notes may begin; to be called when a step ends.
 
         Modes have to end in the reverse of the order they began: one that a loop has around its forward alone would
         end the notes instead of itself.
         """
-        self._watching = Births.watching()
+        self._watching = Births.watching() if self._has_risen else None
 
     def close(self) -> None:
         """Ends what is noted of a step."""
@@ -153,10 +164,13 @@ class GrowthWatch:
     def _look_at_handles(self) -> None:
         if self._num_steps % _HANDLES_EVERY or "handles" in self._said:
             return
+        before, self._num_open = self._num_open, _num_open_files()
+        self._handles = [*self._handles[-_NUM_STRETCHES + 1 :], float(self._num_open)]
+        if self._num_open <= before:
+            return  # as in nearly every step, and quickly found
         handles = _open_files()
         new = [name for name in handles if name not in self._open_before]
         self._open_before = set(handles)
-        self._handles = [*self._handles[-_NUM_STRETCHES + 1 :], float(len(handles))]
         rise = rise_per_step(self._handles, 1, _LEAST_HANDLES)
         if rise is None:
             return
@@ -167,6 +181,14 @@ class GrowthWatch:
             len(handles),
             new[-1] if new else "none with a name of its own",
         )
+
+
+def _num_open_files() -> int:
+    """Returns how many files this process has open; 0 where the system does not tell."""
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # that of the listing itself
+    except OSError:
+        return 0
 
 
 def _open_files() -> list[str]:

@@ -27,12 +27,9 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
 
 def watched(values: Sequence[int], *, is_compiled: bool = False, step: Callable[[int], object] = lambda _: None) -> int:
     """Runs steps that begin with so many bytes; returns how many."""
-    standing = iter(values)
-    watch = GrowthWatch(
-        lambda: next(standing, values[-1]), budget_bytes=lambda: BUDGET_BYTES, is_compiled=lambda: is_compiled
-    )
-    for i in range(len(values)):
-        watch.begin_step()
+    watch = GrowthWatch(budget_bytes=lambda: BUDGET_BYTES, is_compiled=lambda: is_compiled)
+    for i, standing_bytes in enumerate(values):
+        watch.begin_step(standing_bytes)
         step(i)
         watch.end_step()
     watch.close()
