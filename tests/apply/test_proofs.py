@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -147,6 +148,51 @@ def test_without_room_for_a_second_run_the_one_in_backward_is_the_proof(
         assert_same([p.grad for p in model.parameters() if p.grad is not None], expected)
         optimizer.step()
     assert "'blocks.1' has no room for a second run, and is proven by the one in backward" in caplog.messages
+
+
+def test_what_a_block_saves_is_let_go_of_in_its_first_run_where_there_is_no_room_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GIVEN a plan under which a block keeps nothing WHEN it is proven THEN it does not keep all that it saves."""
+    num_results, room_results, result_bytes = 12, 5, 16 * WIDTH * 4
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    most = 0
+
+    def num_alive() -> int:
+        nonlocal most
+        found = sum(one() is not None for one in made)
+        most = max(most, found)
+        return found
+
+    class Deep(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(num_results):
+                x = torch.tanh(x)
+                made.append(weakref.ref(x.untyped_storage()))
+            return x
+
+    monkeypatch.setattr(AllocatorHandler, "room_bytes", lambda handler: (room_results - num_alive()) * result_bytes)
+    model = model_with(Deep)
+    with Session(plan=plan_of(model, Recompute(block="blocks.1"))) as session:
+        session.attach(model, torch.optim.SGD(model.parameters()))
+        loss = model(torch.ones(16, WIDTH)).sum()
+        assert most < room_results
+        loss.backward()
+
+
+def test_a_block_that_saves_more_than_there_is_room_for_keeps_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a block of which the plan knows how much it saves WHEN that has no room THEN it does not run twice."""
+    block, calls = counted()
+    room_bytes = 1 << 20
+    monkeypatch.setattr(AllocatorHandler, "room_bytes", lambda handler: room_bytes)
+    for saved_bytes, expected in ((room_bytes, 2), (room_bytes + 1, 1)):
+        model = model_with(block)
+        with Session(plan=plan_of(model, Recompute(block="blocks.1", saved_bytes=saved_bytes))) as session:
+            session.attach(model, torch.optim.SGD(model.parameters()))
+            calls.clear()
+            loss = model(torch.ones(16, WIDTH)).sum()
+            assert len(calls) == expected
+            loss.backward()
 
 
 def test_a_block_that_was_not_run_twice_and_differs_in_backward_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,8 +293,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a block is proven by a second run in forward that the budget has no room for",
-        "memwall/apply/blocks/recomputed.py",
-        "if room_bytes is not None and room_bytes < _RESULTS_AT_ONCE * first.largest_bytes:",
+        "memwall/apply/blocks/digests.py",
+        "if room_bytes is not None and room_bytes < num_bytes:",
         "if False:",
         ("tests/apply/test_proofs.py",),
     ),

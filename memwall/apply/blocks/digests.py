@@ -5,7 +5,7 @@ compared: asking for each one would wait for the device each time.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -25,6 +25,9 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements that are worked on at a time, where that takes a copy; on a device 16 bytes for each, which no forecast has.
 # Parts take launches: small tensors are divided into many, large ones into few of what is little beside them.
 _LEAST_PART, _MOST_PART, _NUM_PARTS = 1 << 16, 1 << 19, 64
+# A second run has what it computes with beside all that the first one saved: what an operation reads, its result, and
+# what it needs for itself. So has an operation of the first run beside what was saved before it.
+_RESULTS_AT_ONCE = 3
 # Any odd number with bits all over: 2^64 by the golden ratio.
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 # What CUDA's attention saves for its dropout: seed and offset, or both in one. Without dropout they are never written
@@ -166,7 +169,9 @@ class Digesting:
 
     Args:
         norms: layers whose running statistics do not count: they are saved beside what backward reads.
-        keeps: whether to keep the tensors too; backward then reads these, until `release`.
+        keeps: whether to keep the tensors too; backward then reads these, until `release`. A plan foresees a block
+            without them: while there is room.
+        room_bytes: returns what tensors may still take; None where nothing limits them.
         skips_workspaces: whether bytes in a row are compared by their size alone: recurrent layers save the workspace
             of their kernel, of which some bytes are never written.
         repeats: a run that keeps its tensors, which this one repeats. From a tensor with the same bits on, the two runs
@@ -178,17 +183,21 @@ class Digesting:
         norms: Sequence[nn.Module] = (),
         *,
         keeps: bool = False,
+        room_bytes: Callable[[], int | None] = lambda: None,
         repeats: "Digesting | None" = None,
         skips_workspaces: bool = False,
     ) -> None:
         self.taken: list[Digest] = []
         self._norms, self._keeps, self._repeated = norms, keeps, repeats
+        self._is_first, self._room_bytes = keeps, room_bytes
         self._skips_workspaces = skips_workspaces
+        self.lacked_bytes = 0
+        """What there was too little room for, at least, to keep the tensors and repeat the run; 0 where there was."""
         self._kept: list[_Kept] = []
         self.places: list[tuple[Digest, Place]] = []
-        """Says where tensors lie that are kept, as long as they do."""
-        self.largest_bytes = 0
-        """The size of the largest tensor that is kept."""
+        """Says where tensors lie that a run to be repeated has saved, as long as they do."""
+        self._largest_bytes = 0
+        """The size of the largest tensor of these."""
         self._passed_by: frozenset[int] = frozenset()
 
     def __enter__(self) -> Self:
@@ -203,6 +212,18 @@ class Digesting:
     def __exit__(self, *failure: object) -> None:
         hooks = self.__dict__.pop("_hooks")  # they hold this: without a cycle it goes with the graph
         hooks.__exit__()
+
+    def need(self, num_bytes: int) -> None:
+        """Lets go of the tensors, and keeps none from now on, where there is no room for so many bytes more."""
+        room_bytes = self._room_bytes()
+        if room_bytes is not None and room_bytes < num_bytes:
+            self.lacked_bytes = max(self.lacked_bytes, num_bytes - room_bytes)
+            self.release()
+            self._keeps = False
+
+    def need_second_run(self) -> None:
+        """Does so for what a second run takes, or an operation of this one."""
+        self.need(_RESULTS_AT_ONCE * self._largest_bytes)
 
     def release(self) -> None:
         """Lets go of the tensors: from now on backward has what the outer hooks give."""
@@ -223,12 +244,15 @@ class Digesting:
         if self._repeated is not None and type(tensor) is Tensor:
             self._repeated.share(len(self.taken) - 1, self.taken[-1], tensor)
         packed = self._pack_outer(tensor)
+        if not self._is_first:
+            return packed
+        self._largest_bytes = max(self._largest_bytes, tensor.nbytes)
+        if self.taken[-1].order:
+            self.places.append((self.taken[-1], Place.of(tensor)))
+        self.need_second_run()
         if not self._keeps:
             return packed
         self._kept.append(_Kept(packed, tensor))
-        self.largest_bytes = max(self.largest_bytes, tensor.nbytes)
-        if self.taken[-1].order:
-            self.places.append((self.taken[-1], Place.of(tensor)))
         return self._kept[-1]
 
     def _unpack(self, packed: Any) -> Any:

@@ -40,9 +40,6 @@ Forward = Callable[..., Any]
 
 _log = logging.getLogger(__name__)
 
-# A second run has what it computes with beside all that the first one saved: what an operation reads, its result, and
-# what it needs for itself.
-_RESULTS_AT_ONCE = 3
 _LEFT_ALONE = "give a budget whose plan does not recompute it, or, of a plan file, take it out of the actions"
 
 
@@ -51,7 +48,8 @@ class RecomputedBlock:
 
     Its first call is proven: the forward runs a second time at once, and where it saves other bits than the first time,
     nothing of the block is recomputed from then on, and the log says so. What the second run is given is all that the
-    one in backward has; that one is compared with the first too, and alone where there is no room for a second run.
+    one in backward has; that one is compared with the first too, and alone where there is no room for a second run, or
+    for what the first one saves, which is there until the second has ended.
 
     Args:
         module: whose forward it is; its BatchNorm layers update their running statistics in the first run only.
@@ -78,6 +76,7 @@ class RecomputedBlock:
         names = action.kept_names or ("",) * len(action.kept_ops)
         self.kept = dict(zip(action.kept_ops, names, strict=True))
         self._module, self._plain, self._counts = module, forward, counts
+        self._freed_bytes = action.saved_bytes or 0
         self._forward = counts.counting(forward)
         self._caches = OwnCaches(module)
         self._room_bytes = room_bytes
@@ -117,7 +116,8 @@ class RecomputedBlock:
         return tensors
 
     def _prove(self, call: "_Call", tensors: list[Tensor]) -> Any:
-        first = Digesting(self.norms, keeps=True, skips_workspaces=self.is_recurrent)
+        first = Digesting(self.norms, keeps=True, room_bytes=self._room_bytes, skips_workspaces=self.is_recurrent)
+        first.need(self._freed_bytes)
         second = Digesting(self.norms, repeats=first, skips_workspaces=self.is_recurrent)
         call.digesting = first
         if self.kept:
@@ -126,19 +126,18 @@ class RecomputedBlock:
         versions = list(map(version_of, tensors))
         out = call.begin(tensors)
         self._is_proven = True
+        saved, before = list(first.taken), list(map(digest_of, _tensors_in(out)))
+        first.need_second_run()
+        if first.lacked_bytes:
+            _log.debug("'%s' has no room for a second run, and is proven by the one in backward", self.path)
+            call.expected, call.places, call.lacked_bytes = saved, first.places, first.lacked_bytes
         if versions != list(map(version_of, tensors)):
             self._drop("it writes into a tensor that it is called with, which a second run would do again")
             return out
         if call.kept is not None and call.kept.overwritten:
             self._drop(call.kept.overwritten)
             return out
-        saved, before = list(first.taken), list(map(digest_of, _tensors_in(out)))
-        room_bytes = self._room_bytes()
-        if room_bytes is not None and room_bytes < _RESULTS_AT_ONCE * first.largest_bytes:
-            _log.debug("'%s' has no room for a second run, and is proven by the one in backward", self.path)
-            first.release()
-            call.expected, call.places = saved, first.places
-            call.lacked_bytes = _RESULTS_AT_ONCE * first.largest_bytes - room_bytes
+        if first.lacked_bytes:
             return out
         try:
             with call.hidden.recalled(), random.recalled(), _spared(self.norms), _alone(is_watched=bool(self.kept)):
