@@ -28,6 +28,8 @@ __all__ = [
 ]
 
 _SECONDS_PER_DAY = 86_400
+_SMALL_STEP_BYTES = 64 << 20
+"""Bytes that a step adds to its process, below which nothing is gained: memwall takes 30 MiB and two margins itself."""
 
 
 def binding_reasons(trace: Trace, step: Step, moved_bytes: int, actions: Sequence[Action] = ()) -> tuple[str, ...]:
@@ -94,6 +96,8 @@ def infeasible_message(
         plain_bytes: what the process is foreseen to hold with nothing done; None where no run has begun.
     """
     parameters = sum(s.nbytes for s in trace.steps[0].storages if s.category == "parameter")
+    gains_nothing = plain_bytes is not None and plain_bytes <= smallest_bytes
+    is_small = gains_nothing and (plain_bytes or 0) - trace.base_bytes < _SMALL_STEP_BYTES
     largest = max(trace.modules, key=lambda module: module.parameter_bytes, default=None)
     lines = [
         f"the budget of {format_bytes(budget_bytes, rounding='down')} cannot be met: the smallest feasible one is "
@@ -103,17 +107,22 @@ def infeasible_message(
         f"{format_bytes(parameters)} parameters"
         + (f" (largest: {largest.path or largest.class_name})" if largest is not None else ""),
         *([_outside(trace.micro_batch, evaluation_batch, evaluation_bytes)] if is_running else []),
-        *([_too_small(plain_bytes)] if plain_bytes is not None and plain_bytes <= smallest_bytes else []),
+        *([_without_gain(plain_bytes or 0, is_small=is_small)] if gains_nothing else []),
         *([f"parameters and gradients stay in memory: {parameters_stay}"] if parameters_stay else []),
-        *(f"  - {help_line}" for help_line in helps),
+        *(f"  - {help_line}" for help_line in helps if not is_small),
     ]
     return "\n".join(lines)
 
 
-def _too_small(plain_bytes: int) -> str:
+def _without_gain(plain_bytes: int, *, is_small: bool) -> str:
+    advice = (
+        "the script is too small for a plan to pay, run it without memwall"
+        if is_small
+        else "no plan of the allowed ways makes its step smaller"
+    )
     return (
         f"with nothing done it would hold about {format_bytes(plain_bytes)}, some 30 MiB of which are memwall's own: "
-        "the script is too small for a plan to pay, run it without memwall"
+        f"{advice}"
     )
 
 

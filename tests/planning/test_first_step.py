@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from memwall.errors import InfeasibleError
+from memwall.planning.explain import infeasible_message
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
@@ -74,6 +75,26 @@ class TestSmallestBudget:
         first = FirstStep(needed_bytes=budget_bytes - MIB, in_memory_bytes=0, stays_from_bytes=0)
         made = make_plan(trace, Settings(budget_bytes=budget_bytes, first_step=first))
         assert made.forecast.smallest_feasible_budget_bytes == budget_bytes
+
+
+class TestStepsThatNoPlanMakesSmaller:
+    """A policy of a few KiB whose refusal said "lower the resolution", below "run it without memwall"."""
+
+    @staticmethod
+    def said(trace: Trace, added_bytes: int) -> str:
+        held_bytes = trace.base_bytes + added_bytes
+        return infeasible_message(
+            trace, MIB, held_bytes + 32 * MIB, ("lower the resolution",), is_running=True, plain_bytes=held_bytes
+        )
+
+    def test_of_a_small_one_nothing_is_advised_but_to_run_it_without(self, trace: Trace) -> None:
+        said = self.said(trace, 2 * MIB)
+        assert said.endswith("the script is too small for a plan to pay, run it without memwall")
+
+    def test_a_large_one_is_not_called_small(self, trace: Trace) -> None:
+        said = self.said(trace, 2000 * MIB)
+        assert "too small" not in said
+        assert said.endswith("no plan of the allowed ways makes its step smaller\n  - lower the resolution")
 
 
 class TestVerdict:
