@@ -56,7 +56,7 @@ LIBRARIES = {
         ("cublas.cpp",), ("nvidia-cublas", "nvidia/cu13/lib/libcublasLt.so.13"), ("-DPHANTOM_LT",), calls_runtime=True
     ),
     "libcudnn.so.9": Library(
-        ("cudnn.cpp",),
+        ("cudnn.cpp", "cudnn_rnn.cpp"),
         ("nvidia-cudnn-cu13", CUDNN),
         refusing=("Size|RNNWeightParams", 3000),
     ),

@@ -12,7 +12,7 @@
 #include <map>
 #include <vector>
 
-#include "device.h"
+#include "cudnn_handle.h"
 
 using namespace phantom;
 
@@ -38,17 +38,9 @@ struct Backend {
   std::map<int, Attribute> attributes;
 };
 
-struct Handle { cudaStream_t stream; };
-struct Descriptor { int dims = 0; int type = 0; int format = 0; int sizes[16] = {}; int strides[16] = {}; };
-
 template <typename T>
 cudnnStatus_t make(T* made) {
   *made = reinterpret_cast<T>(new Descriptor);
-  return CUDNN_STATUS_SUCCESS;
-}
-
-cudnnStatus_t run(cudnnHandle_t handle, const char* name) {
-  kernel(stream_of(reinterpret_cast<Handle*>(handle)->stream, current_device()), name);
   return CUDNN_STATUS_SUCCESS;
 }
 
@@ -76,8 +68,6 @@ cudnnStatus_t cudnnCreateConvolutionDescriptor(cudnnConvolutionDescriptor_t* mad
 cudnnStatus_t cudnnCreateActivationDescriptor(cudnnActivationDescriptor_t* made) { return make(made); }
 cudnnStatus_t cudnnCreatePoolingDescriptor(cudnnPoolingDescriptor_t* made) { return make(made); }
 cudnnStatus_t cudnnCreateDropoutDescriptor(cudnnDropoutDescriptor_t* made) { return make(made); }
-cudnnStatus_t cudnnCreateRNNDescriptor(cudnnRNNDescriptor_t* made) { return make(made); }
-cudnnStatus_t cudnnCreateRNNDataDescriptor(cudnnRNNDataDescriptor_t* made) { return make(made); }
 cudnnStatus_t cudnnCreateCTCLossDescriptor(cudnnCTCLossDescriptor_t* made) { return make(made); }
 cudnnStatus_t cudnnCreateSpatialTransformerDescriptor(cudnnSpatialTransformerDescriptor_t* made) { return make(made); }
 cudnnStatus_t cudnnDropoutGetStatesSize(cudnnHandle_t, size_t* bytes) { *bytes = size_t{3} << 20; return CUDNN_STATUS_SUCCESS; }
