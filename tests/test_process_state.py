@@ -28,7 +28,6 @@ STATE = {
     "memwall.apply.streaming.gradients._plain_gradients": "the end of the tensor: it holds none",
     "memwall.checkpoint.reachable._caller": "set_checkpoint(None), when a run ends",
     "memwall.checkpoint.resumption._present": "set_checkpoint(None), when a run ends",
-    "memwall.observe.history._recording": "MemoryHistory.close",
     "memwall.machine.device_peaks._separate": "SeparatePeaks.undo, when a session closes",
     "memwall.patches._active": "Patch.undo, and the end of the object that was changed",
     "memwall.patches._values": "the end of the patch: it holds nothing",
@@ -36,7 +35,6 @@ STATE = {
     "memwall.store.room._giving": "CudaLimit.end_giving, when a step ends",
     "memwall.store.page_map._maps": "the end of the map: it holds nothing",
     # What was done once for the process.
-    "memwall.observe.history._is_observing": "nothing: torch keeps the observer",
     "memwall.rows.optimizer._is_installed": "nothing: torch keeps the hooks",
     "memwall.apply.technique._discover": "nothing: the folder of techniques is read once",
     "memwall.apply.technique._handlers": "unregister",

@@ -53,12 +53,10 @@ def explain(
     elif kind == "snapshot":
         from memwall.cli.source import snapshot_summary
         from memwall.machine.hardware import hardware_named
-        from memwall.observe.history_marks import load_marks_beside
         from memwall.trace.snapshot.read import load_snapshot
 
         hardware = None if device is None else hardware_named(device)
-        marks = load_marks_beside(source)
-        summary = snapshot_summary(load_snapshot(source), torch_version, hardware=hardware, marks=marks)
+        summary = snapshot_summary(load_snapshot(source), torch_version, hardware=hardware)
         show(snapshot_report(summary.devices, summary.fits), summary, as_json=as_json)
         if summary.fits:
             raise typer.Exit(_status(summary.fits))

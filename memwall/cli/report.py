@@ -129,7 +129,6 @@ def _trace_writers(source: Path) -> _Writers:
 
 def _snapshot_writers(source: Path) -> _Writers:
     from memwall.cli.source import snapshot_summary
-    from memwall.observe.history_marks import load_marks_beside
     from memwall.report.html import save_page
     from memwall.report.memory_viz import save_memory_viz
     from memwall.report.perfetto import save_perfetto
@@ -140,7 +139,7 @@ def _snapshot_writers(source: Path) -> _Writers:
         "html": lambda path: save_page(_snapshot_page(snapshot, source), path),
         "perfetto": lambda path: save_perfetto(snapshot, path),
         "memory_viz": lambda path: save_memory_viz(snapshot, path),
-        "json": lambda path: _save_json(snapshot_summary(snapshot, marks=load_marks_beside(source)), path),
+        "json": lambda path: _save_json(snapshot_summary(snapshot), path),
     }
 
 
@@ -187,11 +186,9 @@ def _trace_page(trace: "Trace", source: Path) -> "Page":
 
 def _snapshot_page(snapshot: "Snapshot", source: Path) -> "Page":
     from memwall.cli.source import analysed_devices
-    from memwall.observe.history_marks import load_marks_beside
     from memwall.report.snapshot_page import snapshot_page
 
-    marks = load_marks_beside(source)
-    return snapshot_page(analysed_devices(snapshot, marks=marks), f"memwall snapshot: {source.name}", marks=marks)
+    return snapshot_page(analysed_devices(snapshot), f"memwall snapshot: {source.name}")
 
 
 def _save_json(record: Struct, path: Path) -> None:

@@ -27,8 +27,6 @@ from memwall.cli.running.run_request import (
     BudgetOption,
     CheckpointOption,
     EveryOption,
-    HistoryAtEndOption,
-    HistoryOption,
     MetricsOption,
     NprocOption,
     PlanOption,
@@ -37,7 +35,7 @@ from memwall.cli.running.run_request import (
     RunRequest,
     budget_or_plan,
     bytes_below,
-    check_has_folders,
+    check_has_folder,
     from_here,
 )
 from memwall.cli.verbosity import is_verbose
@@ -45,7 +43,6 @@ from memwall.machine.launched import launched
 
 if TYPE_CHECKING:
     from memwall.checkpoint.step_checkpoint import StepCheckpoint
-    from memwall.observe.history import MemoryHistory
     from memwall.planning.planfile import Plan
     from memwall.session.next_budget import NextBudget
     from memwall.session.session import Session
@@ -67,8 +64,6 @@ def run(
     checkpoint_path: CheckpointOption = None,
     every: EveryOption = 1,
     resume: ResumeOption = False,
-    history_path: HistoryOption = None,
-    history_at_end: HistoryAtEndOption = False,
     num_processes: NprocOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -77,7 +72,7 @@ def run(
     script = parse_command(command, ctx)
     if num_processes is not None:
         raise typer.Exit(run_by_torchrun(num_processes, sys.argv[1:]))
-    check_has_folders(checkpoint_path, history_path, is_resuming=resume, is_history_written_at_end=history_at_end)
+    check_has_folder(checkpoint_path, is_resuming=resume)
     budget_bytes = budget_or_plan(budget, plan_path)
     if report_path is not None:
         require_writable(report_path, option="--report")
@@ -95,8 +90,6 @@ def run(
         checkpoint_path=from_here(checkpoint_path),
         every=every,
         is_resuming=resume,
-        history_path=from_here(history_path),
-        is_history_written_at_end=history_at_end,
         as_json=as_json,
     )
     _run_as_is_with_ample_room(request)
@@ -107,9 +100,7 @@ def _run_as_is_with_ample_room(request: RunRequest) -> None:
     """Runs a script that nobody wants to know more of as it is, and ends the command, where it has room to spare."""
     import torch
 
-    is_asked_for_figures = (
-        request.as_json or is_verbose() or request.report_path or request.metrics_path or request.history_path
-    )
+    is_asked_for_figures = request.as_json or is_verbose() or request.report_path or request.metrics_path
     here, budget_bytes = launched(), request.budget_bytes
     is_alone = max(here.num_ranks, here.num_local_ranks) == 1 and not torch.cuda.is_available()
     if budget_bytes is None or not is_alone or is_asked_for_figures or request.checkpoint_path or request.allowed:
@@ -149,7 +140,6 @@ def _run_under_a_session(request: RunRequest) -> None:
             given = checkpoint.plan_for(request.budget_bytes)
         _prepare_device(request, given)
         session = _open_session(request, given, following)
-        history = _begin_history(request, is_step_recorded=given is None)
         _write_metrics(request, session, 0 if checkpoint is None else checkpoint.resumed_steps, opened)
         page = failure_page_after(request, session, is_committed=checkpoint is not None)
         with page, script_output(to_error=request.as_json):
@@ -159,7 +149,6 @@ def _run_under_a_session(request: RunRequest) -> None:
                 session,
                 is_module=request.script.is_module,
                 checkpoint=checkpoint,
-                history=history,
                 is_last=True,
                 num_failures=0 if following is None else following.num_failures,
             )
@@ -237,17 +226,6 @@ def _prepare_device(request: RunRequest, given: "Plan | None") -> None:
     needs_disk = given is None or any("tier" in action.__struct_fields__ for action in given.actions)
     if needs_disk and not torch.cuda.is_available():
         request.require_disk()
-
-
-def _begin_history(request: RunRequest, *, is_step_recorded: bool) -> "MemoryHistory | None":
-    """Records the CUDA allocator, if that is asked for, before the script builds its model: later there is no stack."""
-    if request.history_path is None:
-        return None
-    from memwall.observe.history import MemoryHistory
-
-    history = MemoryHistory(request.history_path, is_written_at_end=request.is_history_written_at_end)
-    history.begin(is_step_recorded=is_step_recorded)
-    return history
 
 
 def _write_metrics(request: RunRequest, session: "Session", num_steps_before: int, opened: ExitStack) -> None:

@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from memwall.errors import UsageError
-from memwall.observe.history_marks import Marks
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device, devices_of
 from memwall.predict.snapshot.compared_settings import with_settings
@@ -94,20 +92,17 @@ def snapshot_summary(
     torch_version: str | None = None,
     *,
     hardware: "Hardware | None" = None,
-    marks: Marks | None = None,
 ) -> SnapshotSummary:
     """Returns peak, holders, fragmentation and the best allocator settings of every device.
 
     Args:
-        torch_version: release that wrote it, which a snapshot does not say; None for what its marks say, or else the
-            likeliest, the one at hand.
+        torch_version: release that wrote it, which a snapshot does not say; None for the likeliest, the one at hand.
         hardware: device that is asked whether the run would fit on it.
-        marks: what memwall noted beside it.
 
     Raises:
         UsageError: the version cannot be read, or whether the run would fit cannot be told.
     """
-    devices = analysed_devices(snapshot, torch_version, marks)
+    devices = analysed_devices(snapshot, torch_version)
     fits: list[FitOnDevice] = []
     for analysis, timeline in devices if hardware is not None else ():
         assert hardware is not None
@@ -121,18 +116,13 @@ def snapshot_summary(
 
 
 def analysed_devices(
-    snapshot: "Snapshot", torch_version: str | None = None, marks: Marks | None = None
+    snapshot: "Snapshot", torch_version: str | None = None
 ) -> tuple[tuple[DeviceAnalysis, Timeline], ...]:
     """Returns the devices of a snapshot with their history, the one that holds most first; see `snapshot_summary`."""
-    torch_version = torch_version or (marks.torch_version if marks is not None else version("torch"))
+    torch_version = torch_version or version("torch")
     profile_for(torch_version)
     found = []
     for device in devices_of(snapshot):
         analysis, timeline = analyse_device(snapshot, device)
-        events = timeline.recording.events
-        objection = marks.changed_after(events[0].time_us if events else 0) if marks is not None else ""
-        analysis = with_settings(analysis, snapshot, torch_version, recording=timeline.recording, objection=objection)
-        if marks is not None:
-            analysis = replace(analysis, notes=(*marks.notes, *analysis.notes))
-        found.append((analysis, timeline))
+        found.append((with_settings(analysis, snapshot, torch_version, recording=timeline.recording), timeline))
     return tuple(found)

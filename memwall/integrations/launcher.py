@@ -24,7 +24,6 @@ from memwall.integrations.scripts.script_watch import ScriptWatch
 from memwall.integrations.scripts.spawned import watch_spawning
 from memwall.machine.disk_location import default_directory
 from memwall.machine.tiers import Machine
-from memwall.observe.history import MemoryHistory
 from memwall.patches import Patches
 from memwall.session.next_budget import note_failure
 from memwall.session.session import Session
@@ -41,7 +40,6 @@ class ScriptRun:
     Args:
         name: the script's, for messages.
         checkpoint: where its steps are committed; closed at the end as well.
-        history: what records the device's allocator, begun already; closed at the end as well.
         is_last: the process ends when the script has ended. What is on disk stays there then: the budget may have no
             room for it.
         has_trained: the script has trained already, and may end without another step.
@@ -53,12 +51,11 @@ class ScriptRun:
         session: Session,
         *,
         checkpoint: StepCheckpoint | None = None,
-        history: MemoryHistory | None = None,
         is_last: bool = False,
         has_trained: bool = False,
     ) -> None:
         self._name, self.session, self._is_last, self._has_trained = name, session, is_last, has_trained
-        self._checkpoint, self._history = checkpoint, history
+        self._checkpoint = checkpoint
         self.watch = ScriptWatch(name, self._begins)
         self._patches = Patches("finds the models and the optimizers of a script")
         self.watch.listen(self._patches)
@@ -85,8 +82,6 @@ class ScriptRun:
             checkpoint.prepare(model)  # before parameters go there
         # The hook just attached is not in the list this call is going through: call it for this first time.
         session.first_forward(called)
-        if self._history is not None:
-            self._history.attach(model)
         if checkpoint is not None:
             checkpoint.plan_in_effect = lambda: None if session.plan is None else session.plan.encode()
             checkpoint.attach(model)
@@ -95,11 +90,6 @@ class ScriptRun:
         with self.watch.guarded():
             if self.watch.check_optimizer(optimizer):
                 self.session.add_optimizer(optimizer)
-
-    def failed(self, error: BaseException) -> None:
-        """Notes what ended the script, before anything is undone."""
-        if self._history is not None:
-            self._history.failed(error, self.session.trace)
 
     def close(self, status: int) -> None:
         """Takes every hook away, and closes the session.
@@ -110,8 +100,6 @@ class ScriptRun:
         session, checkpoint, watch = self.session, self._checkpoint, self.watch
         self._patches.undo()
         completed = status == 0 and watch.failure is None
-        if self._history is not None:
-            self._history.close(completed=completed)
         try:
             if completed and session.failure is None:
                 session.end_last_step()
@@ -150,14 +138,13 @@ def run_script(
     *,
     is_module: bool = False,
     checkpoint: StepCheckpoint | None = None,
-    history: MemoryHistory | None = None,
     is_last: bool = False,
     num_failures: int = 0,
 ) -> int:
     """Runs a script, or a module, under a session, which is closed at the end.
 
     Args:
-        checkpoint, history, is_last: see `ScriptRun`.
+        checkpoint, is_last: see `ScriptRun`.
         num_failures: how many processes before this one ran out of memory under the same budget.
 
     Returns:
@@ -169,9 +156,9 @@ def run_script(
         OutOfMemoryError: memory ran out.
         MemwallError: whatever else ended the session, even where the script caught it.
     """
-    run, status = ScriptRun(name, session, checkpoint=checkpoint, history=history, is_last=is_last), 1
+    run, status = ScriptRun(name, session, checkpoint=checkpoint, is_last=is_last), 1
     try:
-        status = execute(name, args, is_module=is_module, failed=run.failed, explained=session.explained)
+        status = execute(name, args, is_module=is_module, explained=session.explained)
     except OutOfMemoryError as error:
         if checkpoint is not None and session.budget_bytes:
             raise note_failure(

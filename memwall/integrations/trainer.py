@@ -7,20 +7,17 @@ What the Trainer fixes before a callback can act (micro-batch, accumulation, pre
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from torch import nn
 
-from memwall.apply.technique import handler_of
 from memwall.errors import InfeasibleError, IntegrationError, UsageError
 from memwall.integrations.accelerate import set_by_loop, torch_optimizer
 from memwall.integrations.data_lengths import LengthWatch, longest_sample
 from memwall.integrations.preflight import check_arguments
 from memwall.integrations.trainer_steps import TrainerSteps, trainer_of
 from memwall.logs import tell
-from memwall.observe.history import MemoryHistory
 from memwall.observe.measure import run_report
 from memwall.observe.run_report import RunReport
 from memwall.planning.planfile import Plan
@@ -69,13 +66,9 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         on_exceed: what follows where the budget is passed all the same, in training, evaluation or saving (on a CUDA
             device after the first step): "warn" says so and trains on, "stop" ends training after the step, on all
             ranks.
-        history: directory; the CUDA allocator is recorded from here on, and a snapshot is written there when memory
-            runs out. Build the callback before the model, whose tensors have no stack otherwise (it says so).
-        history_at_end: with `history`, write one when training ends as well.
 
     Raises:
-        UsageError: `history` without a CUDA device, or with a directory that cannot be made; another word for
-            `on_exceed`.
+        UsageError: another word for `on_exceed`.
     """
 
     def __init__(
@@ -87,18 +80,10 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         disk_writes: str | int | None = None,
         allow: Sequence[str] = (),
         on_exceed: Literal["warn", "stop"] = "warn",
-        history: str | Path | None = None,
-        history_at_end: bool = False,
     ) -> None:
         if on_exceed not in ("warn", "stop"):
             raise UsageError(f"MemwallCallback(on_exceed={on_exceed!r}): expected 'warn' or 'stop'")
         self._stops = on_exceed == "stop"
-        self._history = None if history is None else MemoryHistory(history, is_written_at_end=history_at_end)
-        if self._history is not None:
-            # The recording starts CUDA, which takes its settings then.
-            for action in plan.actions if plan is not None else ():
-                handler_of(action).before_cuda()
-            self._history.begin()
         self.session: Session | None = None
         """The session of the present or last `train()`; None before the Trainer is built."""
         self._plan, self._disk, self._allow = plan, disk, tuple(allow)
@@ -113,8 +98,6 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         """Ends the session: the model is as it was. Done by itself when training ends."""
         if self._steps is not None:
             self._steps.take_back()
-        if self._history is not None:
-            self._history.close(completed=completed)
         if self._lengths is not None:
             self._lengths.close()
         if self.session is not None:
@@ -146,8 +129,6 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         if self._plan is not None:
             _check_plan(self._plan, args)
         self._model = model
-        if self._history is not None:
-            self._history.attach(model)
         if not args.torch_compile:
             self._open(model)
         trainer = trainer_of(self)

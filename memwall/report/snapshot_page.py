@@ -4,35 +4,30 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from memwall.observe.history_marks import Marks
 from memwall.predict.snapshot.analysis import DeviceAnalysis
 from memwall.predict.snapshot.timeline import Timeline
 from memwall.report.grid import Grid, share_percent
 from memwall.report.html import Card, Page
-from memwall.report.snapshot_curves import Begin, snapshot_curve
+from memwall.report.snapshot_curves import snapshot_curve
 from memwall.report.snapshot_grids import SNAPSHOT_SCOPE, snapshot_grids, snapshot_verdict
 from memwall.units import format_bytes
 
 __all__ = ["snapshot_page"]
 
 
-def snapshot_page(
-    devices: Sequence[tuple[DeviceAnalysis, Timeline]], title: str, *, marks: Marks | None = None
-) -> Page:
+def snapshot_page(devices: Sequence[tuple[DeviceAnalysis, Timeline]], title: str) -> Page:
     """Returns a page with everything there is to say about a snapshot.
 
     Args:
         devices: the one that holds most first.
-        marks: what memwall noted beside it.
     """
-    phases = () if marks is None else tuple(Begin(phase.name, phase.time_us) for phase in marks.phases)
     analyses = [analysis for analysis, _ in devices]
     if not analyses:
         return Page(
             title=title,
             verdict=("no-budget", "the snapshot holds no memory and no history; was CUDA used before it was taken?"),
         )
-    curves = [snapshot_curve(timeline, f"GPU {timeline.device}", phases=phases) for _, timeline in devices]
+    curves = [snapshot_curve(timeline, f"GPU {timeline.device}") for _, timeline in devices]
     notes = [note for analysis in analyses for note in _notes(analysis, is_alone=len(analyses) == 1)]
     return Page(
         title=title,

@@ -1,4 +1,4 @@
-"""The CUDA caching allocator's settings and history.
+"""The CUDA caching allocator's settings, and what is in it.
 
 A torch built for CPUs lacks some of the names; nobody asks for them there.
 """
@@ -9,17 +9,11 @@ from typing import Any
 from memwall.torch_internals.names import find, function
 
 __all__ = [
-    "CHANGING_CALLS",
-    "attach_out_of_memory_observer",
     "clear_cublas_workspaces",
-    "record_memory_history",
     "set_settings",
     "settings_in_force",
     "snapshot",
 ]
-
-CHANGING_CALLS = ("empty_cache", "set_per_process_memory_fraction", "_set_allocator_settings")
-"""Functions of torch.cuda and torch.cuda.memory that change the allocator without an event of its own, if there."""
 
 _get_settings = find("torch._C._accelerator_getAllocatorSettings", "reading the CUDA allocator's settings back")
 
@@ -47,14 +41,6 @@ snapshot: Callable[[], dict[str, Any]] = function("torch.cuda.memory._snapshot",
 Raises NotAvailableError without it.
 """
 
-record_memory_history: Callable[..., None] = function(
-    "torch.cuda.memory._record_memory_history", "the history of the CUDA allocator (--history)"
-)
-"""Begins or ends the recording of the allocator's events.
-
-Raises NotAvailableError without it.
-"""
-
 _clear_cublas = find("torch._C._cuda_clearCublasWorkspaces", "giving workspaces back where memory has run out")
 
 
@@ -62,20 +48,3 @@ def clear_cublas_workspaces() -> None:
     """Frees the workspaces of cuBLAS, which come back with the next product; without the function they stay."""
     if _clear_cublas is not None:
         _clear_cublas()
-
-
-_attach_observer = find(
-    "torch._C._cuda_attach_out_of_memory_observer", "a snapshot at the moment when CUDA's memory runs out"
-)
-
-
-def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]) -> bool:
-    """Has `observer` called with device, asked, total and free bytes before torch raises an error of CUDA's memory.
-
-    Returns:
-        Whether this torch does so; without it, a history is written at the end of a run alone.
-    """
-    if _attach_observer is None:
-        return False
-    _attach_observer(observer)
-    return True

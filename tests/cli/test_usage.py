@@ -49,8 +49,6 @@ OPTIONS = {
         "--checkpoint",
         "--checkpoint-every",
         "--resume",
-        "--history",
-        "--history-at-end",
         "--nproc",
         "--metrics",
     },

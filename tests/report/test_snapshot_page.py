@@ -17,9 +17,9 @@ from memwall.predict.snapshot.compared_settings import with_settings
 from memwall.predict.snapshot.device_history import recording_of
 from memwall.predict.snapshot.timeline import timeline_of
 from memwall.report.chart import chart_of, legend_of, scale_of
-from memwall.report.curves import Curve, PhaseBand
+from memwall.report.curves import Curve
 from memwall.report.html import page_html
-from memwall.report.snapshot_curves import Begin, snapshot_curve
+from memwall.report.snapshot_curves import snapshot_curve
 from memwall.report.snapshot_page import snapshot_page
 from memwall.trace.snapshot.read import load_snapshot
 from memwall.trace.snapshot.records import Event, Frame, Snapshot, SnapshotBlock, SnapshotSegment
@@ -116,33 +116,6 @@ def test_the_layers_add_up_to_what_was_held(tmp_path_factory: pytest.TempPathFac
     assert tuple(np.sum([layer.live_bytes for layer in curve.layers], axis=0)) == curve.total_bytes
 
 
-def test_phases_are_bands_from_their_first_event_on(history: History, tmp_path: Path) -> None:
-    snapshot = loaded(tmp_path, history.snapshot())
-    times = [event.time_us for event in snapshot.traces[0]]
-    curve = curve_of_device(snapshot, phases=(Begin("build", times[0]), Begin("step 1", times[2] + 1)))
-    assert curve.bands == (PhaseBand(phase="build", begin=0, end=3), PhaseBand(phase="step 1", begin=3, end=6))
-
-
-def test_more_phases_than_can_be_seen_are_counted_instead(tmp_path: Path) -> None:
-    history = History()
-    history.segment(0, 20 * MIB)
-    for _ in range(200):
-        history.alloc(0, 8 * MIB, 8 * MIB, [MODEL])
-        history.free(0)
-    snapshot = loaded(tmp_path, history.snapshot())
-    phases = [Begin("forward", event.time_us) for event in snapshot.traces[0]]
-    assert len(curve_of_device(snapshot, phases=phases[:120]).bands) == 120
-    curve = curve_of_device(snapshot, phases=phases[:121])
-    assert curve.bands == ()
-    assert curve.summary.endswith("; 121 phases are too many to be drawn")
-
-
-def test_without_times_there_are_no_phases(tmp_path: Path) -> None:
-    history = History(has_times=False)
-    history.segment(0, 20 * MIB)
-    assert curve_of_device(loaded(tmp_path, history.snapshot()), phases=(Begin("build", 1),)).bands == ()
-
-
 @needs_extra
 class TestPage:
     def page(self, snapshot: Snapshot) -> str:
@@ -201,6 +174,6 @@ class TestPage:
     def test_plotly_knows_every_attribute(self, history: History, tmp_path: Path) -> None:
         import plotly.graph_objects as go
 
-        curve = curve_of_device(loaded(tmp_path, history.snapshot()), phases=(Begin("build", 1),))
+        curve = curve_of_device(loaded(tmp_path, history.snapshot()))
         figure = go.Figure(chart_of(curve, scale_of((curve,))))
         assert [trace.name for trace in figure.data] == [*(x.name for x in legend_of((curve,))), "peak"]

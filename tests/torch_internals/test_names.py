@@ -26,7 +26,7 @@ from memwall.torch_internals import (
 )
 
 # What a torch built for CPUs has no use for.
-OF_CUDA = ("torch._C._cuda_attach_out_of_memory_observer", "torch._C._cuda_clearCublasWorkspaces")
+OF_CUDA = ("torch._C._cuda_clearCublasWorkspaces",)
 # torch 2.11 has none; what is done there is said in memwall/torch_internals/allocator.py.
 OF_LATER_RELEASES = ("torch._C._accelerator_getAllocatorSettings",)
 PRESENT = [path for path in sorted(names.REGISTRY) if path not in OF_CUDA + OF_LATER_RELEASES]

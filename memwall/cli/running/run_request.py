@@ -23,8 +23,6 @@ __all__ = [
     "BytesBelow",
     "CheckpointOption",
     "EveryOption",
-    "HistoryAtEndOption",
-    "HistoryOption",
     "MetricsOption",
     "NprocOption",
     "PlanOption",
@@ -33,7 +31,7 @@ __all__ = [
     "RunRequest",
     "budget_or_plan",
     "bytes_below",
-    "check_has_folders",
+    "check_has_folder",
     "from_here",
 ]
 
@@ -63,13 +61,6 @@ EveryOption = Annotated[
 ]
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Continue from the last step in --checkpoint, if there is one.")
-]
-HistoryOption = Annotated[
-    Path | None,
-    typer.Option("--history", metavar="DIR", help="Record the CUDA allocator; write a snapshot if memory runs out."),
-]
-HistoryAtEndOption = Annotated[
-    bool, typer.Option("--history-at-end", help="With --history: write one at the end of the run as well.")
 ]
 NprocOption = Annotated[
     int | None,
@@ -102,8 +93,6 @@ class RunRequest(Struct, frozen=True, kw_only=True):
     checkpoint_path: Path | None
     every: int
     is_resuming: bool
-    history_path: Path | None
-    is_history_written_at_end: bool
     as_json: bool
 
     def require_disk(self) -> None:
@@ -116,18 +105,14 @@ class RunRequest(Struct, frozen=True, kw_only=True):
             require_disk()
 
 
-def check_has_folders(
-    checkpoint_path: Path | None, history_path: Path | None, *, is_resuming: bool, is_history_written_at_end: bool
-) -> None:
-    """Checks that what needs a folder has one.
+def check_has_folder(checkpoint_path: Path | None, *, is_resuming: bool) -> None:
+    """Checks that a run which goes on has the folder that it was committed into.
 
     Raises:
         UsageError: it has none.
     """
     if is_resuming and checkpoint_path is None:
         raise UsageError("run: --resume needs --checkpoint DIR, the folder that the run was committed into")
-    if is_history_written_at_end and history_path is None:
-        raise UsageError("run: --history-at-end needs --history DIR, the folder that the snapshot is written into")
 
 
 def budget_or_plan(budget: str | None, plan_path: Path | None) -> int | None:

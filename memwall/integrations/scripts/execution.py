@@ -31,13 +31,11 @@ def execute(
     args: Sequence[str],
     *,
     is_module: bool,
-    failed: Callable[[BaseException], None] = lambda _: None,
     explained: Callable[[BaseException], MemwallError | None] = lambda _: None,
 ) -> int:
     """Runs a script as `python name args` would; returns the status it asks for, 1 if it raised.
 
     Args:
-        failed: told what ended the script, before anything is undone.
         explained: what a failure means to memwall; None where it is the script's own.
 
     Raises:
@@ -55,11 +53,9 @@ def execute(
                 return end.code or 0
             sys.stderr.write(f"{end.code}\n")
             return 1
-        except (MemwallError, ScriptEnded) as error:
-            failed(error)
+        except (MemwallError, ScriptEnded):
             raise
         except (Exception, KeyboardInterrupt) as error:
-            failed(error)
             # As Python would show it, from the script's own first line on.
             frames = error.__traceback__
             while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):

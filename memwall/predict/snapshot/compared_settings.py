@@ -42,7 +42,6 @@ def with_settings(
     torch_version: str,
     *,
     recording: DeviceHistory | None = None,
-    objection: str = "",
 ) -> DeviceAnalysis:
     """Adds to the analysis of one device the settings that would have held least, or a note why none are named.
 
@@ -50,14 +49,13 @@ def with_settings(
         torch_version: whose allocator is simulated; a snapshot does not say which one wrote it. Where the recorded
             addresses show the rule for ties of another release, that one's is.
         recording: of this device, where it was made before.
-        objection: what else is known against it, that the snapshot does not say; "" for nothing.
 
     Raises:
         UsageError: the torch version cannot be read.
     """
     recording = recording or recording_of(snapshot, analysis.device)
     recorded_bytes = analysis.reserved_peak.fragmentation.reserved_bytes
-    reason = objection or _unusable(recording)
+    reason = _unusable(recording)
     if reason:
         return _without(analysis, reason)
     profile, _ = profile_for(torch_version)
