@@ -4,32 +4,22 @@ import errno
 import logging
 import os
 import tempfile
-from pathlib import Path
 
 from memwall.errors import StoreError
+from memwall.store.mounts import mount_of
 from memwall.units import format_bytes
 
 __all__ = ["check_directory", "default_directory", "filesystem_of"]
 
 _RAM_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 _NETWORK_FILESYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "9p", "fuse.sshfs", "beegfs"}
-_MOUNTINFO = Path("/proc/self/mountinfo")
 _logger = logging.getLogger(__name__)
 
 
 def filesystem_of(path: str | os.PathLike[str]) -> str | None:
     """Returns the type of the filesystem that holds a file or folder ("ext4"); None where the system does not tell."""
-    try:
-        mountinfo = _MOUNTINFO.read_text()  # proc(5)
-    except OSError:
-        return None
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in mountinfo.splitlines():
-        left, found, right = line.partition(" - ")
-        if found and left.split()[2] == wanted:
-            return right.split()[0]
-    return None
+    found = mount_of(path)
+    return None if found is None else found[1][0]
 
 
 def check_directory(path: str | os.PathLike[str], needed_bytes: int = 0) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memwall.errors import OffloadIOError, StoreError
+from memwall.store.mounts import is_made_read_only
 from memwall.store.own_file import open_own
 from memwall.units import format_bytes
 
@@ -261,7 +262,8 @@ def refused(what: str, error: OSError, *, path: str, advice: str, failing: froze
     """
     number = error.errno or 0
     reason = f"{what}: {os.strerror(number)} (errno {number})"
-    if number not in _DISK_FAILS | failing:
+    is_stopped = number == errno.EROFS and is_made_read_only(path)
+    if number not in _DISK_FAILS | failing and not is_stopped:
         return StoreError(f"{reason}; {advice}")
     return OffloadIOError(
         f"{reason}; the disk or its driver reports an error: look at the kernel log (dmesg)",

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from memwall.errors import StoreError
-from memwall.machine import disk_location as location
 from memwall.machine.disk_location import check_directory, default_directory, filesystem_of
 from memwall.machine.disk_probe import probe_disk
+from memwall.store import mounts
 
 
 def refusal(path: Path | str, needed_bytes: int = 0) -> str:
@@ -55,7 +55,7 @@ def test_a_ram_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "22 1 999:1 / /proc rw - proc proc rw\n"
         f"25 1 {os.major(device)}:{os.minor(device)} / {tmp_path} rw,relatime shared:2 - tmpfs tmpfs rw,size=1g\n"
     )
-    monkeypatch.setattr(location, "_MOUNTINFO", table)
+    monkeypatch.setattr(mounts, "_MOUNTINFO", table)
     assert refusal(tmp_path) == (
         f"--disk {tmp_path}: this is a RAM disk (tmpfs), so moving bytes there would free no memory; "
         "give a directory on a real disk"
@@ -93,7 +93,7 @@ def test_a_read_only_filesystem(tmp_path: Path) -> None:
 
 
 def test_an_unknown_filesystem_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(location, "_MOUNTINFO", tmp_path / "absent")
+    monkeypatch.setattr(mounts, "_MOUNTINFO", tmp_path / "absent")
     check_directory(tmp_path)
     assert filesystem_of(tmp_path) is None
 
