@@ -57,7 +57,6 @@ STATE = {
     "memwall.apply.optimizer_state.master_weights._made": "nothing: one class for each class of optimizer",
     "memwall.apply.blocks.numpy_random._last": "the next state that is asked for",
     "memwall.apply.streaming.parameter_tier._usual_references": _FOREVER,
-    "memwall.machine.communicator.measured_communicator_bytes": _FOREVER,
     "memwall.machine.hardware._shipped": _FOREVER,
     "memwall.planning.techniques.recompute._is_random": _FOREVER,
     "memwall.predict.cuda.context.measured_context_bytes": _FOREVER,

@@ -7,14 +7,13 @@ say what a third would need.
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 
 import msgspec
 import torch
 
 from memwall.errors import MemwallError, UsageError
-from memwall.machine.communicator import measured_communicator_bytes
 from memwall.machine.hardware import Hardware, hardware_of_device
 from memwall.units import format_bytes
 
@@ -63,15 +62,17 @@ def measured_context_bytes(index: int) -> int:
 
 
 def with_measured_context(hardware: Hardware) -> Hardware:
-    """Measures the context of a device that this machine has, and a communicator of several; else it stays as it is."""
-    indices = tuple(_indices_of(hardware))
-    if not indices:
+    """Measures the context of a device that this machine has; of others, and where that fails, it stays as it is."""
+    index = next(_indices_of(hardware), None)
+    if index is None:
         return hardware
-    found = _measured(hardware, "context_bytes", lambda: measured_context_bytes(indices[0]), f"cuda:{indices[0]}")
-    if len(indices) == 1:
-        return found
-    names = ", ".join(f"cuda:{index}" for index in indices)
-    return _measured(found, "communicator_bytes", lambda: measured_communicator_bytes(indices), names)
+    try:
+        num_bytes = measured_context_bytes(index)
+    except MemwallError as error:
+        _log.warning("%s; the published range is taken instead, and the forecast says so", error)
+        return hardware
+    sources = hardware.sources | {"context_bytes": f"measured on cuda:{index} of this machine"}
+    return msgspec.structs.replace(hardware, context_bytes=(num_bytes, num_bytes), sources=sources)
 
 
 def _indices_of(hardware: Hardware) -> Iterator[int]:
@@ -82,16 +83,6 @@ def _indices_of(hardware: Hardware) -> Iterator[int]:
                 yield index
         except UsageError:
             continue
-
-
-def _measured(hardware: Hardware, figure: str, measure: Callable[[], int], where: str) -> Hardware:
-    try:
-        num_bytes = measure()
-    except MemwallError as error:
-        _log.warning("%s; the published range is taken instead, and the forecast says so", error)
-        return hardware
-    sources = hardware.sources | {figure: f"measured on {where} of this machine"}
-    return msgspec.structs.replace(hardware, **{figure: (num_bytes, num_bytes)}, sources=sources)
 
 
 def _started(index: int) -> "subprocess.Popen[str]":

@@ -100,12 +100,9 @@ def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
     if trace.autocast != "none":
         found.append("rare operators that autocast treats differently on a CPU and on CUDA; gradient scaling")
     least, most = (format_bytes(size) for size in hardware.communicator_bytes)
-    source = hardware.sources["communicator_bytes"]
-    is_measured = source.startswith("measured")
-    size = most if is_measured else f"{least} to {most}"
     found.append(
         "torch.compile; what libraries take outside torch's allocator: with several ranks each communicator holds "
-        f"{size} more on each of them, {source if is_measured else 'as published'}"
+        f"{least} to {most} more on each of them, as published"
     )
     return tuple(found)
 
