@@ -38,7 +38,7 @@ STATE = {
     "memwall.rows.optimizer._is_installed": "nothing: torch keeps the hooks",
     "memwall.apply.technique._discover": "nothing: the folder of techniques is read once",
     "memwall.apply.technique._handlers": "unregister",
-    "memwall.planning.technique._discover": "nothing: the folder of techniques is read once",
+    "memwall.planning.technique._load": "nothing: the folder of techniques is read once",
     "memwall.planning.technique._ordered": "unregister",
     "memwall.planning.technique._registry": "unregister",
     "memwall.torch_internals.names.REGISTRY": "nothing: an entry for each private name of torch",
@@ -47,6 +47,7 @@ STATE = {
     "memwall.patches._numbers": "nothing: a number is given once",
     "memwall.store.directory_lock._guard": "its holder",
     "memwall.planning.solver.quiet_streams._guard": "its holder",
+    "memwall.planning.technique._loading": "its holder",
     "memwall.machine.meter._kept": "itself, in a child: the file of /proc that is read again and again stays open",
     # What is found out once: libraries, figures of the machine, answers about operators.
     "memwall.apply.offload.entry._EMPTY": "nothing: one tensor without elements for each device and dtype",

@@ -7,6 +7,7 @@ Search, explanation, reports, options and export ask every technique in turn and
 
 import importlib
 import pkgutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
@@ -270,6 +271,7 @@ class Technique(Generic[A]):
         return None
 
 
+_loading = threading.RLock()
 _registry: dict[str, Technique[Any]] = {}
 _ordered: tuple[Technique[Any], ...] = ()
 
@@ -316,8 +318,14 @@ def allowable() -> dict[str, str]:
     return {one.allow: one.allow_means for one in techniques() if one.allow}
 
 
-@cache
 def _discover() -> None:
+    """Loads the techniques once, whichever thread asks first; others wait until all of them are there."""
+    with _loading:
+        _load()
+
+
+@cache
+def _load() -> None:
     """Imports every module of `planning.techniques`, each of which has one subclass as its attribute `TECHNIQUE`."""
     package = importlib.import_module("memwall.planning.techniques")
     for module in pkgutil.iter_modules(package.__path__):
