@@ -14,6 +14,7 @@ import knob_report
 import pytest
 import ranks
 import ranks_faults
+import ranks_peers
 import scenario_table
 import start_up
 
@@ -53,6 +54,14 @@ def test_the_table_of_ranks_is_the_measured_one() -> None:
         assert ranks.row(name, cell) in PAGE
         if "predicted_bytes" in cell:
             assert cell["steady_bytes"] <= cell["predicted_bytes"] <= 1.05 * cell["steady_bytes"]
+
+
+def test_the_table_of_the_peers_tests_is_the_measured_one() -> None:
+    about = result("ranks_peers")
+    for line in ranks_peers.table(about).splitlines():
+        assert line in PAGE
+    trained = [row for row in about["scripts"].values() if row.get("report_is_reported")]
+    assert [row["verdict"] for row in trained] == ["as without", "as without"]
 
 
 def test_the_table_of_faults_is_the_measured_one() -> None:
