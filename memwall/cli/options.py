@@ -150,7 +150,7 @@ LoraOption = Annotated[
         "--lora",
         metavar="r=N,...",
         help="With a config.json: trains adapters, as r=16,targets=q_proj,v_proj; without targets all-linear, unlike "
-        "PEFT's own default.",
+        "PEFT's own default; with base=nf4 the base's linear layers are in 4 bits, as QLoRA's.",
     ),
 ]
 TorchOption = Annotated[

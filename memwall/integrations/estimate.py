@@ -51,7 +51,8 @@ def estimate(
         autocast: the dtype of forward under autocast; None for none.
         checkpointing: the model recomputes its layers in backward, with a configuration.
         lora: the adapters that are trained while the weights are frozen, with a configuration, as
-            "r=16,targets=q_proj,v_proj"; without targets every linear layer but the output's gets one.
+            "r=16,targets=q_proj,v_proj"; without targets every linear layer but the output's gets one; with
+            "base=nf4" these layers' weights are in 4 bits.
         mask_share: the share of rows that a data-dependent mask selects.
         worst_batch: which batch to look for: "max-length", or "dataset" or "p99" of `data`.
         data: a file of samples, see `memwall estimate --help`.

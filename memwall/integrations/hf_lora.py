@@ -2,8 +2,8 @@
 
 Which layers get one is not PEFT's default, a table by architecture, but its "all-linear" or what is named.
 
-Source: peft 0.21.2, tuners/lora/layer.py (`Linear.forward`), tuners_utils.py (`_maybe_include_all_linear_layers`,
-`cast_adapter_dtype`).
+Source: peft 0.21.2, tuners/lora/layer.py (`Linear.forward`), tuners/lora/bnb.py (`Linear4bit.forward`),
+tuners_utils.py (`_maybe_include_all_linear_layers`, `cast_adapter_dtype`).
 """
 
 import math
@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from memwall.errors import UsageError
+from memwall.integrations.hf_packed import packed, packed_names
 
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["Lora", "parse_lora", "with_adapters"]
 
-_FORM = "expected r=N, with targets=NAME,NAME,... and dropout=X where wanted, as r=16,targets=q_proj,v_proj"
+_FORM = "expected r=N, with targets=NAME,NAME,..., dropout=X, base=nf4 where wanted, as r=16,targets=q_proj,v_proj"
+_NAMES = ("r", "targets", "dropout", "base")
 _MOST_RANK = 1 << 16
 
 
@@ -31,13 +33,15 @@ class Lora(Struct, frozen=True, kw_only=True):
     """Names the layers that get one, or ends their paths; () for every linear layer but the output's."""
     dropout: float = 0.0
     """The share of inputs that an adapter leaves out; 0 keeps no mask."""
+    is_packed: bool = False
+    """Whether the base's linear layers are in 4 bits, as bitsandbytes' NF4 with double quantisation: `base=nf4`."""
 
 
 def parse_lora(text: str) -> Lora:
     """Returns the adapters that `--lora` asks for.
 
     >>> parse_lora("r=16,targets=q_proj,v_proj")
-    Lora(rank=16, targets=('q_proj', 'v_proj'), dropout=0.0)
+    Lora(rank=16, targets=('q_proj', 'v_proj'), dropout=0.0, is_packed=False)
 
     Raises:
         UsageError: the text has another form, or a number out of range.
@@ -48,7 +52,7 @@ def parse_lora(text: str) -> Lora:
         before, separator, value = part.partition("=")
         if separator:
             name, part = before.strip(), value
-        if name not in ("r", "targets", "dropout") or (separator and name in given) or not part.strip():
+        if name not in _NAMES or (separator and name in given) or not part.strip():
             raise UsageError(f"--lora {text}: '{(before if separator else part).strip()}' is not understood; {_FORM}")
         given.setdefault(name, []).append(part.strip())
     try:
@@ -59,12 +63,18 @@ def parse_lora(text: str) -> Lora:
         raise UsageError(
             f"--lora {text}: r is {rank}, expected 1 to {_MOST_RANK}; dropout is {dropout:g}, expected 0 to below 1"
         )
+    base = given.get("base", [])
+    if base not in ([], ["nf4"]):
+        raise UsageError(
+            f"--lora {text}: base={','.join(base)} is not known; expected nf4, or none: as the weights are"
+        )
     targets = tuple(given.get("targets", ()))
-    return Lora(rank=rank, targets=() if targets == ("all-linear",) else targets, dropout=dropout)
+    targets = () if targets == ("all-linear",) else targets
+    return Lora(rank=rank, targets=targets, dropout=dropout, is_packed=bool(base))
 
 
 def with_adapters(path: str, model: Any, lora: Lora) -> Any:
-    """Returns the model of transformers with every parameter frozen, and adapters in float32 at the targets.
+    """Returns the model of transformers with every parameter frozen, packed if asked, and adapters in float32.
 
     Args:
         path: what an error calls the model.
@@ -75,11 +85,17 @@ def with_adapters(path: str, model: Any, lora: Lora) -> Any:
     linear = {name: size for name, module in model.named_modules() if (size := _sizes_of(module)) is not None}
     chosen = _chosen(path, model, linear, lora)
     model.requires_grad_(False)
+    in_4_bits = packed_names(model, linear) if lora.is_packed else []
+    for name in in_4_bits:
+        _put(model, name, packed(model.get_submodule(name), *linear[name]))
     for name in chosen:
-        parent, _, last = name.rpartition(".")
-        layer = model.get_submodule(name)
-        setattr(model.get_submodule(parent), last, _adapted(layer, *linear[name], lora))
+        _put(model, name, _adapted(model.get_submodule(name), *linear[name], lora, is_packed=name in in_4_bits))
     return model
+
+
+def _put(model: Any, name: str, layer: "nn.Module") -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, layer)
 
 
 def _sizes_of(module: "nn.Module") -> tuple[int, int] | None:
@@ -109,7 +125,7 @@ def _is_named(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _adapted(layer: "nn.Module", num_in: int, num_out: int, lora: Lora) -> "nn.Module":
+def _adapted(layer: "nn.Module", num_in: int, num_out: int, lora: Lora, *, is_packed: bool) -> "nn.Module":
     """Returns a linear layer with its adapter."""
     import torch
     from torch import Tensor, nn
@@ -130,7 +146,10 @@ def _adapted(layer: "nn.Module", num_in: int, num_out: int, lora: Lora) -> "nn.M
             result: Tensor = self.base_layer(x)
             dtype = result.dtype
             scale = 1 / math.sqrt(lora.rank)
-            result = result + self.lora_B(self.lora_A(self.dropout(x.to(torch.float32)))) * scale
+            if is_packed:
+                result = result.clone()  # PEFT does, in 4 bits alone, and adds in the base's dtype there
+            added: Tensor = self.lora_B(self.lora_A(self.dropout(x.to(torch.float32)))) * scale
+            result = result + (added.to(dtype) if is_packed else added)
             return result.to(dtype)
 
     return Adapted()
