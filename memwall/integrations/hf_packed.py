@@ -30,6 +30,7 @@ def packed(layer: "nn.Module", num_in: int, num_out: int) -> "nn.Module":
     from torch import Tensor, nn
 
     weight: Any = layer.weight
+    bias: Any = layer.bias
     num_weights = num_in * num_out
     num_blocks = -(-num_weights // _BLOCK)
 
@@ -53,13 +54,14 @@ def packed(layer: "nn.Module", num_in: int, num_out: int) -> "nn.Module":
         """Holds what bitsandbytes' Linear4bit holds."""
 
         absmax: Tensor
+        bias: nn.Parameter | None
         offset: Tensor
 
         def __init__(self) -> None:
             super().__init__()
             self.in_features, self.out_features = num_in, num_out
             self.compute_dtype: torch.dtype = weight.dtype
-            self.bias = layer.bias
+            self.bias = bias
             device = weight.device
             self.weight = nn.Parameter(
                 torch.zeros((num_weights + 1) // 2, 1, dtype=torch.uint8, device=device), requires_grad=False
@@ -75,7 +77,8 @@ def packed(layer: "nn.Module", num_in: int, num_out: int) -> "nn.Module":
             return scale.new_zeros((num_out, num_in), dtype=dtype)
 
         def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = Product.apply(x.to(self.compute_dtype), self)
+            product: Any = Product.apply
+            result: Tensor = product(x.to(self.compute_dtype), self)
             return result.to(x.dtype)
 
     return Packed()
