@@ -73,6 +73,17 @@ class InfeasibleError(PlanError):
         self.relaxations = relaxations
         self.not_modelled = not_modelled
 
+    def because(self, reason: str) -> Self:
+        """Returns the same error with a reason for its number, in a line of its own after the first."""
+        first, _, rest = str(self).partition("\n")
+        return type(self)(
+            f"{first}\n{reason}\n{rest}",
+            budget_bytes=self.budget_bytes,
+            smallest_feasible_bytes=self.smallest_feasible_bytes,
+            relaxations=self.relaxations,
+            not_modelled=self.not_modelled,
+        )
+
 
 class OutOfMemoryError(MemwallError):
     """Memory ran out, and the run cannot go on from there by itself.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memwall.apply.offload.parking import close_unneeded
-from memwall.errors import MemwallError, NoEffectError, RankError
+from memwall.errors import InfeasibleError, MemwallError, NoEffectError, RankError
 from memwall.machine.meter import Held
 from memwall.session.live_plan import LivePlan
 from memwall.session.loop.layers import Layers
@@ -74,6 +74,8 @@ class Steps:
         self._unseen = UnseenSteps(self.measured, lambda: self.live.budget_bytes, self.live.in_effect.allocator)
         self._stages, self._first_turns = Stages(), FirstTurns()
         self._layers: Layers | None = None
+        self._why_again = ""
+        """Says why a step is recorded after there was a plan; "" of the first one."""
         self._is_outgrown = False
         """Whether the loop trains other models than the trace and the plan are of."""
         self._num_checked = 0
@@ -91,7 +93,7 @@ class Steps:
     def outgrow(self, model: nn.Module) -> None:
         """Follows other models from the next step on, which is recorded anew."""
         self.borders.attach_instead(model)
-        self._is_outgrown = True
+        self._is_outgrown, self._why_again = True, "more models are trained, or other ones"
 
     def redoable(self, part: Callable[[], _T]) -> _T:
         """Runs a part of a training step, which may be run again.
@@ -138,6 +140,13 @@ class Steps:
             return
         try:
             is_made = self.live.make()
+        except InfeasibleError as error:
+            if not self._why_again:
+                self.failure = error.without_frames()
+                raise
+            explained = error.because(f"the run has had a plan before: {self._why_again}")
+            self.failure = explained.without_frames()
+            raise explained from error
         except MemwallError as error:
             self.failure = error.without_frames()
             raise
@@ -352,7 +361,18 @@ class Steps:
 
     def _is_another_step(self) -> bool:
         """Tells whether the step that begins is to be recorded: the plan was made from another one."""
-        return self._has_newcomer or self._is_new_stage() or self._is_longer()
+        before = self.live.trace
+        if self._has_newcomer:
+            self._why_again = "another optimizer has begun to step"
+        elif self._is_new_stage():
+            num_more = sum(self._layers_here.trained()) - sum(self._stages.planned)
+            self._why_again = f"{num_more} more parameters take gradients than before" * (num_more > 0)
+        elif self._is_longer():
+            sizes = (list(self.borders.input_shape), list(before.input_shape) if before is not None else [])
+            self._why_again = "a longer batch came: {} after {}".format(*sizes)
+        else:
+            return False
+        return True
 
     def _is_longer(self) -> bool:
         """Tells whether the batch is larger than the recorded one, and the plan has no room for that.

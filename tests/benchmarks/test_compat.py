@@ -42,6 +42,29 @@ def test_what_was_not_held_is_said_in_its_cell() -> None:
     assert compat.cell(run(5, peak=110)) == "100: 110, **not held** (status 5)"
     assert compat.cell(run(0, held=True, equal=False)) == "100: 90, held, **other bits**"
     assert compat.cell(None) == "none told"
+    assert compat.cell(HELD | {"refusals": 2}) == "100: 90, held after 2 refusals"
+
+
+def test_refusals_are_followed_until_one_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """GIVEN a script whose longest batch comes late WHEN its first number is refused THEN the second one counts."""
+    refusals = {"64MiB": "200 MiB", "200 MiB": "300 MiB"}
+    budgets = []
+
+    def observed(script: Path, *, folder: Path, budget: str | None = None) -> compat.Observed:
+        budgets.append(budget)
+        told = refusals.get(budget or "")
+        return compat.Observed(
+            status=0 if told is None else 3,
+            peak_bytes=1000 * MIB if budget is None else 290 * MIB,
+            seconds=1.0,
+            output="weights 5\n",
+            errors="" if told is None else f"cannot be met: the smallest feasible one is {told}, 9.0 MiB more",
+        )
+
+    monkeypatch.setattr(compat, "observed", observed)
+    row = compat.measured(tmp_path / "script.py")
+    assert budgets == [None, "700MiB", "64MiB", "200 MiB", "300 MiB"]
+    assert (row["told"]["budget_bytes"], row["told"]["refusals"], compat.is_kept(row)) == (300 * MIB, 2, True)
 
 
 def test_what_a_script_needs_and_is_not_installed_is_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import memwall
+from memwall.errors import InfeasibleError
 from memwall.machine.meter import process_bytes, return_free_memory
 from memwall.session.loop.longer_batch import Shape, input_shape, is_too_large
 
@@ -71,3 +72,26 @@ def test_a_longer_batch_is_recorded_before_its_forward_where_the_plan_has_no_roo
     assert states == ["recording", "running", "recording", "running", "running"]
     assert session.trace is not None
     assert session.trace.micro_batch == 2048
+
+
+@pytest.mark.slow
+def test_a_refusal_of_a_longer_batch_says_that_it_came() -> None:
+    """GIVEN a run that has a plan WHEN a batch comes that no plan has room for THEN its refusal says so."""
+    layers = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return_free_memory()
+    with (
+        memwall.fit(model, optimizer, budget=process_bytes() + 220 * MIB),
+        pytest.raises(
+            InfeasibleError, match=r"\nthe run has had a plan before: a longer batch came: .* after \[64, 256\]"
+        ),
+    ):
+        train(model, optimizer, (64, 64, 1 << 16, 64))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: tuple[int, ...]) -> None:
+    for size in sizes:
+        model(torch.ones(size, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
