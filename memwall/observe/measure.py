@@ -39,6 +39,7 @@ def run_report(session: Session) -> RunReport:
                 disk_bytes=plan.forecast.moved_bytes_per_step if tier == "disk" else None,
             ),
             steady_peak_bytes=steady_bytes,
+            replaced_peak_bytes=measured.replaced_peak_bytes,
             first_step_peak_bytes=measured.first_step_peak_bytes,
             inactive_bytes=allocator.inactive_bytes if allocator else None,
             num_alloc_retries=allocator.num_retries if allocator else None,

@@ -30,6 +30,8 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     its base."""
     steady_peak_bytes: int = 0
     """Process bytes of the steps under the plan."""
+    replaced_peak_bytes: int = 0
+    """Process bytes of steps under plans that another one has replaced since; 0 where there were none."""
     first_step_peak_bytes: int
     """Process bytes of the recorded first step, which ran under the safest plan."""
     inactive_bytes: int | None = None
@@ -110,7 +112,8 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def outside_steps_bytes(self) -> int | None:
         """Returns the process's peak between and after the steps, where it is the highest: no forecast is about it."""
         overall_bytes = self.measured.peak.process_bytes
-        return overall_bytes if overall_bytes > max(self.steady_peak_bytes, self._judged_first_bytes) else None
+        in_steps = (self.steady_peak_bytes, self.measured.replaced_peak_bytes, self._judged_first_bytes)
+        return overall_bytes if overall_bytes > max(in_steps) else None
 
     @property
     def _judged_first_bytes(self) -> int:

@@ -306,6 +306,11 @@ def _verdict_of_steps(report: RunReport) -> Verdict:
                 f"the steps reached {format_bytes(report.steady_peak_bytes, rounding='up')}; run again with a "
                 f"budget of {format_bytes(measured_bytes + report.forecast.margin_bytes, rounding='up')}"
             )
+        elif measured_bytes == report.measured.replaced_peak_bytes > report.steady_peak_bytes:
+            where = (
+                " in a step under a plan that another one has replaced since; the steps under that reached "
+                f"{format_bytes(report.steady_peak_bytes, rounding='up')}"
+            )
         return "does-not-fit", f"exceeded the budget of {budget}: {measured}{over}{where}"
     if status == 4:
         above, steady = (

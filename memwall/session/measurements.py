@@ -28,6 +28,8 @@ class Measurements(Struct, kw_only=True):
     first_step_peak_bytes: int = 0
     peak_bytes: int = 0
     """Highest process bytes of the steps under the plan."""
+    replaced_peak_bytes: int = 0
+    """Highest process bytes of steps under plans that another one has replaced."""
     last_peak_bytes: int = 0
     """Highest process bytes of the last step."""
     overall_peak_bytes: int = 0
@@ -111,6 +113,7 @@ class Measurements(Struct, kw_only=True):
 
     def forget_steps(self) -> None:
         """Forgets what was measured of another plan's steps."""
+        self.replaced_peak_bytes = max(self.replaced_peak_bytes, self.peak_bytes)
         self.peak_bytes, self.step_seconds, self.allocator = 0, [], None
 
     def note_first_step(self, peak_bytes: int) -> None:

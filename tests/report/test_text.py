@@ -258,6 +258,16 @@ class TestVerify:
         assert rows["process peak, outside the steps"] == ("-", "500.0 MiB", "-")
         assert rows["not itemised in the forecast"] == ("-", "-5.0 MiB", "-")
 
+    def test_a_peak_under_a_plan_that_was_replaced_is_said_to_be_of_a_step(self, run: RunReport) -> None:
+        """GIVEN a step of 500 MiB, after which the run was planned anew, and further ones of 450."""
+        report = _measured(_peaking_at(run, 500), steady_peak_bytes=450 * MIB, replaced_peak_bytes=500 * MIB)
+        assert verify_status(report) == 5
+        assert run_verdict(report)[1] == (
+            "exceeded the budget of 480.0 MiB: 500.0 MiB measured, 20.0 MiB over in a step under a plan that another "
+            "one has replaced since; the steps under that reached 450.0 MiB"
+        )
+        assert "process peak, outside the steps" not in [row[0] for row in run_grid(report).rows]
+
     def test_a_first_step_that_was_measured_before_the_plan_was_not_predicted(self, run: RunReport) -> None:
         forecast = msgspec.structs.replace(run.forecast, measured_phases=("first_step",))
         rows = {row[0]: row[1:] for row in run_grid(msgspec.structs.replace(run, forecast=forecast)).rows}

@@ -206,6 +206,7 @@ def test_a_step_that_uses_more_than_foreseen_brings_a_new_plan(tmp_path: Path, m
                 optimizer.step()
             foreseen.append(session.plan and session.plan.forecast.phases["steady_step"].process_bytes)
     assert session.measured.num_replans == 1
+    assert session.measured.replaced_peak_bytes == budget - 4 * MIB > session.measured.peak_bytes
     assert foreseen[1] == foreseen[2] < budget - 100 * MIB
     assert foreseen[3] == pytest.approx(budget - 4 * MIB, rel=0.02)
     assert foreseen[3:] == [foreseen[3]] * 3
