@@ -58,7 +58,7 @@ class ModuleTable:
                 has_batch_norm=any(is_running_norm(child) for child in module.modules()),
                 is_wrappable=not isinstance(module, (torch.jit.ScriptModule, nn.ModuleList, nn.ModuleDict))
                 and id(module) not in self._inside_compiled,
-                parameter_bytes=sum(p.nbytes for p in module.parameters(recurse=False)),
+                parameter_bytes=sum(p.nbytes for p in nn.Module.parameters(module, recurse=False)),
             )
         )
         kind: Literal["list", "sequential", "none"] = "none"

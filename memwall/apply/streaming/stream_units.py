@@ -62,7 +62,7 @@ def find_units(model: nn.Module, blocks: Sequence[str]) -> tuple[Unit, ...]:
         if path in blocks:
             units.append(Unit(path, module, list(module.parameters())))
         elif not any(_is_within(path, block) for block in blocks):
-            own = list(module.parameters(recurse=False))
+            own = list(nn.Module.parameters(module, recurse=False))  # some classes have a `parameters` of their own
             if own:
                 units.append(Unit(path or type(model).__name__, module, own))
     return tuple(units)
