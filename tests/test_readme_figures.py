@@ -15,6 +15,7 @@ import pytest
 import ranks
 import ranks_faults
 import ranks_peers
+import ranks_planning
 import scenario_table
 import start_up
 
@@ -62,6 +63,13 @@ def test_the_table_of_the_peers_tests_is_the_measured_one() -> None:
         assert line in PAGE
     trained = [row for row in about["scripts"].values() if row.get("report_is_reported")]
     assert [row["verdict"] for row in trained] == ["as without", "as without"]
+
+
+def test_how_long_a_plan_for_many_ranks_takes_is_what_was_measured() -> None:
+    about = result("ranks_planning")
+    for line in ranks_planning.table(about).splitlines():
+        assert line in PAGE
+    assert all(row["peak_bytes"] < 2e9 for row in about["plans"].values())
 
 
 def test_the_table_of_faults_is_the_measured_one() -> None:
