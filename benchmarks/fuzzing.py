@@ -4,7 +4,7 @@
 
 Each reader runs in tests/fuzz/fuzz.py, under the guidance of its coverage. What a reader does not refuse in one clear
 error ends the call with status 1, and lies in FOLDER/crashes. Writes results/cpu/fuzz.json, where a reader has the last
-call that fuzzed it for as long as any other, and its line in docs/guarantees.md.
+call that fuzzed it for as long as any other, and its row in docs/guarantees.md.
 """
 
 import argparse
@@ -72,23 +72,26 @@ def with_found(record: Mapping[str, Any], reader: str, found: Mapping[str, int])
     return {"tag": "cpu-measured", "readers": readers}
 
 
-def line_of(record: Mapping[str, Any]) -> str:
-    """Returns what the page says."""
+def table_of(record: Mapping[str, Any]) -> str:
+    """Returns what the page shows."""
     readers = record["readers"]
-    each = [f"`{name}` {readers[name]['seconds']:,} s, {readers[name]['num_files']:,} files" for name in readers]
-    failed = [name for name in readers if readers[name]["num_failed"]]
-    missing = [f"`{name}`" for name in READERS if name not in readers]
-    ended = f"{', '.join(failed)} failed" if failed else "no file was read otherwise than well or with one clear error"
-    rest = f" Not fuzzed: {', '.join(missing)}." if missing else ""
-    return f"Fuzzed last (`make fuzz`): {'; '.join(each)}; {ended}.{rest}"
+    rows = ["| reader | seconds | files | outcome |", "| --- | --- | --- | --- |"]
+    for name in READERS:
+        found = readers.get(name)
+        if found is None:
+            rows.append(f"| `{name}` | - | - | not fuzzed |")
+            continue
+        outcome = "a failure" if found["num_failed"] else "each read well, or refused in one clear error"
+        rows.append(f"| `{name}` | {found['seconds']:,} | {found['num_files']:,} | {outcome} |")
+    return "\n".join(rows)
 
 
 def write(record: Mapping[str, Any]) -> None:
-    """Writes the record, and its line on the page."""
+    """Writes the record, and its row on the page."""
     OUTPUT.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{line_of(json.loads(OUTPUT.read_text()))}\n\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table_of(json.loads(OUTPUT.read_text()))}\n\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":
