@@ -93,7 +93,7 @@ def measured(script: Path) -> dict[str, Any]:
         told, num_refusals = told_budget(observed(script, folder=folder, budget="64MiB")), 1
         while told is not None and num_refusals <= _MOST_REFUSALS:
             run = observed(script, folder=folder, budget=told)
-            row["told"] = under_budget(told, run, free) | {"refusals": num_refusals}
+            row["told"] = under_budget(told, run, free) | {"num_refusals": num_refusals}
             told, num_refusals = told_budget(run), num_refusals + 1
         return row
 
@@ -162,7 +162,7 @@ def cell(run: dict[str, Any] | None) -> str:
 
 def num_refusals(run: dict[str, Any] | None) -> int:
     """Returns how many refusals a run's budget was told by, one after the other; older rows followed one."""
-    return 0 if run is None else int(run.get("refusals", 1))
+    return 0 if run is None else int(run.get("num_refusals", 1))
 
 
 def main() -> None:

@@ -42,6 +42,7 @@ STATE = {
     "memwall.planning.technique._ordered": "unregister",
     "memwall.planning.technique._registry": "unregister",
     "memwall.torch_internals.names.REGISTRY": "nothing: an entry for each private name of torch",
+    "memwall.torch_internals.dispatch._here": "end_stand_in, before a forward and when a session closes",
     "memwall.trace.op_work.OWN_WORK": "nothing: an entry for each of memwall's own operators",
     # Locks and numbers.
     "memwall.patches._numbers": "nothing: a number is given once",

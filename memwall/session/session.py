@@ -32,6 +32,7 @@ from memwall.session.step_borders import StepBorders
 from memwall.session.steps import State, Steps
 from memwall.session.vector_functions import settle_first_calls
 from memwall.session.watch.step_metrics import StepMetrics
+from memwall.torch_internals.dispatch import end_stand_in
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
 
@@ -257,6 +258,7 @@ class Session:
                     raise failed from error
                 _log.error("%s", failed)  # the caller raises what has ended the training
             finally:
+                end_stand_in()
                 self._steps.state = "closed"
 
     # -- micro-batches, for loops that cooperate --------------------------------------------------------------------

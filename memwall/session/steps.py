@@ -28,6 +28,7 @@ from memwall.session.watch.growth import GrowthWatch
 from memwall.session.watch.room import RoomBetweenSteps
 from memwall.session.watch.step_metrics import StepLog
 from memwall.torch_internals.compiler import is_compiled
+from memwall.torch_internals.dispatch import end_stand_in
 from memwall.trace.together import models_of
 
 __all__ = ["State", "Steps"]
@@ -207,6 +208,7 @@ class Steps:
 
     def before_forward(self) -> None:
         """Raises again what ended the run, or ends one whose steps no hook sees, and that pass the budget."""
+        end_stand_in()
         if self.state == "waiting":  # what comes first may be an evaluation
             self.measured.begin_run(self.borders.attached_model)
         self._watch.start(self.live.budget_bytes)

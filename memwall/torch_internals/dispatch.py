@@ -1,8 +1,11 @@
 """Between Python and the kernels: modes that see every operation, and ways to stay unseen by them."""
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from memwall.torch_internals.names import find, function, kind
 
@@ -10,7 +13,9 @@ __all__ = [
     "TorchDispatchMode",
     "active_dispatch_modes",
     "disabled_torch_function",
+    "end_stand_in",
     "has_modes",
+    "leave_mode",
     "make_wrapper",
     "reading_no_elements",
     "without_dispatch",
@@ -76,6 +81,56 @@ active_dispatch_modes: Callable[[], list[Any]] = function(
 
 Raises NotAvailableError without it: attention cannot be recorded as CUDA runs it.
 """
+
+
+class _StandIn(TorchDispatchMode):
+    """Sees nothing, in the place of a mode that ended within an inference mode."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets torch.compile compile."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+_here = threading.local()
+"""Holds this thread's stand-in as `stand_in`, or nothing."""
+
+
+def leave_mode(mode: TorchDispatchMode) -> None:
+    """Ends the innermost dispatch mode, which this thread has begun, also within an inference mode begun after it.
+
+    At its end `torch.inference_mode` puts back the dispatch keys that it found (c10/core/InferenceMode.h), the one that
+    a mode watches by among them, and without a mode torch fails at the next operation. A mode that sees nothing is
+    therefore left there, until `end_stand_in`.
+    """
+    was_there = _end_innermost_stand_in()
+    mode.__exit__(None, None, None)
+    if was_there or torch.is_inference_mode_enabled():
+        _here.stand_in = _StandIn()  # type: ignore[no-untyped-call]
+        _here.stand_in.__enter__()
+
+
+def end_stand_in() -> None:
+    """Ends this thread's stand-in, if there is one and no inference mode; to be called whenever a step may begin."""
+    if getattr(_here, "stand_in", None) is not None and not torch.is_inference_mode_enabled():
+        _end_innermost_stand_in()
+
+
+def _end_innermost_stand_in() -> bool:
+    stand_in = getattr(_here, "stand_in", None)
+    if stand_in is None or active_dispatch_modes()[-1] is not stand_in:  # whoever began a mode since ends it first
+        return False
+    stand_in.__exit__(None, None, None)
+    _here.stand_in = None
+    return True
+
 
 make_wrapper: Callable[..., Any] = function(
     "torch.Tensor._make_wrapper_subclass", "tensors that stand for others (gradients on disk, deferred logits)"

@@ -18,7 +18,7 @@ from memwall.errors import TraceError
 from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
 from memwall.torch_internals.compiler import calls_as_one, inside_compiled, is_compiled, is_region, unseen
-from memwall.torch_internals.dispatch import TorchDispatchMode
+from memwall.torch_internals.dispatch import TorchDispatchMode, leave_mode
 from memwall.torch_internals.operators import num_flops, schema_of
 from memwall.torch_internals.sharding import is_sharding_unit, local_part
 from memwall.trace.attached import attach_hook
@@ -188,7 +188,7 @@ class StepRecorder(TorchDispatchMode):
         try:
             if threading.get_ident() == self._thread:
                 saved_hooks.__exit__(None, None, None)
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                leave_mode(self)
         finally:
             self._patches.undo()
 

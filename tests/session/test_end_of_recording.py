@@ -8,6 +8,7 @@ from torch import nn
 
 import memwall
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
+from memwall.torch_internals.dispatch import active_dispatch_modes
 from memwall.trace.step_recorder import StepRecorder
 from memwall.trace.trace_builder import TraceBuilder
 
@@ -48,3 +49,24 @@ def test_equal_names_and_shapes_of_a_log_are_there_once() -> None:
         [storage.shape for storage in log.storages],
     ):
         assert len(set(map(id, values))) == len(set(values))
+
+
+def test_a_recording_that_ends_within_inference_mode_leaves_operations_as_they_were() -> None:
+    """torch's inference mode puts back, at its end, the mark that a mode watches, and fails where none does."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memwall.fit(model, optimizer, budget="64GiB") as session:
+        for _ in range(2):
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+            with torch.inference_mode():
+                model(torch.randn(4, 8))
+            with torch.autograd.profiler.record_function("loading"):  # an operator without a tensor
+                batch = torch.randn(4, 8)
+        model(batch).sum().backward()
+        assert session.state == "running"
+        assert active_dispatch_modes() == []
+        optimizer.step()
+        with torch.inference_mode():
+            model(batch)
+    assert active_dispatch_modes() == []

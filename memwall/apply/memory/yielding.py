@@ -8,7 +8,7 @@ import torch
 
 from memwall.store.room import CudaLimit, with_room
 from memwall.torch_internals.compiler import is_region
-from memwall.torch_internals.dispatch import TorchDispatchMode
+from memwall.torch_internals.dispatch import TorchDispatchMode, leave_mode
 from memwall.torch_internals.operators import schema_of
 
 __all__ = ["Yielding"]
@@ -46,7 +46,7 @@ class Yielding(TorchDispatchMode):
         """Ends it. Safe to call twice; from another thread it stays there, does nothing more, and ends with that."""
         self._limit.end_giving()
         if not self._is_stopped and threading.get_ident() == self._thread:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            leave_mode(self)
         self._is_stopped = True
 
     def __torch_dispatch__(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.torch_internals.compiler import is_region
-from memwall.torch_internals.dispatch import TorchDispatchMode, active_dispatch_modes
+from memwall.torch_internals.dispatch import TorchDispatchMode, active_dispatch_modes, leave_mode
 from memwall.torch_internals.storages import StorageWeakRef
 from memwall.trace.source_lines import SourceLines
 
@@ -41,7 +41,7 @@ class Births(TorchDispatchMode):
     def stop(self) -> None:
         """Ends it. Safe to call twice; from another thread it stays there, notes nothing more, and ends with that."""
         if not self._is_stopped and threading.get_ident() == self._thread and self._is_innermost():
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            leave_mode(self)
         self._is_stopped = True
 
     def living_bytes(self) -> dict[str, int]:
