@@ -42,7 +42,7 @@ def test_what_was_not_held_is_said_in_its_cell() -> None:
     assert compat.cell(run(5, peak=110)) == "100: 110, **not held** (status 5)"
     assert compat.cell(run(0, held=True, equal=False)) == "100: 90, held, **other bits**"
     assert compat.cell(None) == "none told"
-    assert compat.cell(HELD | {"refusals": 2}) == "100: 90, held after 2 refusals"
+    assert compat.cell(HELD | {"num_refusals": 2}) == "100: 90, held after 2 refusals"
 
 
 def test_refusals_are_followed_until_one_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_refusals_are_followed_until_one_holds(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(compat, "observed", observed)
     row = compat.measured(tmp_path / "script.py")
     assert budgets == [None, "700MiB", "64MiB", "200 MiB", "300 MiB"]
-    assert (row["told"]["budget_bytes"], row["told"]["refusals"], compat.is_kept(row)) == (300 * MIB, 2, True)
+    assert (row["told"]["budget_bytes"], row["told"]["num_refusals"], compat.is_kept(row)) == (300 * MIB, 2, True)
 
 
 def test_what_a_script_needs_and_is_not_installed_is_named(tmp_path: Path) -> None:
