@@ -6,7 +6,7 @@ import os
 import tempfile
 
 from memwall.errors import StoreError
-from memwall.store.mounts import mount_of
+from memwall.mounts import mount_of
 from memwall.units import format_bytes
 
 __all__ = ["check_directory", "default_directory", "filesystem_of"]

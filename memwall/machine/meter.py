@@ -13,7 +13,7 @@ from memwall.machine.device_peaks import AllocatorPeak, allocator_peak, reset_al
 
 __all__ = [
     "CudaMeter",
-    "Held",
+    "HeldBytes",
     "HostMeter",
     "Meter",
     "meter_of",
@@ -119,7 +119,7 @@ def return_free_memory(*, generation: int = 2) -> None:
         trim(0)
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """Holds what a process holds at one moment, in bytes."""
 
     standing_bytes: int
@@ -146,7 +146,7 @@ class Meter(Protocol):
     def allocator_peak(self) -> AllocatorPeak | None:
         """Returns what torch's caching allocator counts, since that reset; None where it has no part in it."""
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Returns what is held now and was held at most, by the reads that cost a step the least."""
 
     def base_bytes(self, tensor_bytes: int) -> int:
@@ -161,13 +161,13 @@ class HostMeter:
     peak_bytes = staticmethod(process_peak_bytes)
     reset_peak = staticmethod(reset_process_peak)
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Returns both from one read of the system's."""
         try:
             text = _status()
         except FileNotFoundError:
-            return Held(_bytes_elsewhere(), _bytes_elsewhere())
-        return Held(_said_bytes(text, b"VmRSS:"), _said_bytes(text, b"VmHWM:"))
+            return HeldBytes(_bytes_elsewhere(), _bytes_elsewhere())
+        return HeldBytes(_said_bytes(text, b"VmRSS:"), _said_bytes(text, b"VmHWM:"))
 
     def allocator_peak(self) -> None:
         """Nothing: malloc says less of itself than the system does."""
@@ -192,8 +192,8 @@ class CudaMeter:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.place)
         return total_bytes - free_bytes
 
-    def held(self) -> Held:
-        return Held(torch.cuda.memory_allocated(self.place), self.peak_bytes())
+    def held(self) -> HeldBytes:
+        return HeldBytes(torch.cuda.memory_allocated(self.place), self.peak_bytes())
 
     def peak_bytes(self) -> int:
         """Adds the segments' peak to what is beside them, which only grows."""

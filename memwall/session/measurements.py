@@ -10,7 +10,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from memwall.machine.device_peaks import AllocatorPeak, SeparatePeaks
-from memwall.machine.meter import CudaMeter, Held, HostMeter, Meter, meter_of
+from memwall.machine.meter import CudaMeter, HeldBytes, HostMeter, Meter, meter_of
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
 from memwall.torch_internals.storages import sparse_indices, sparse_values
@@ -66,7 +66,7 @@ class Measurements(Struct, kw_only=True):
         with self.showing:
             return self.meter.peak_bytes() - self.shown_bytes()
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Returns what the process holds now, and what it has held at most without what the system can take back."""
         with self.showing:
             held = self.meter.held()

@@ -9,7 +9,7 @@ from torch import nn
 
 from memwall.apply.offload.parking import close_unneeded
 from memwall.errors import InfeasibleError, MemwallError, NoEffectError, RankError
-from memwall.machine.meter import Held
+from memwall.machine.meter import HeldBytes
 from memwall.session.live_plan import LivePlan
 from memwall.session.loop.layers import Layers
 from memwall.session.loop.longer_batch import is_too_large
@@ -68,7 +68,7 @@ class Steps:
             budget_bytes=lambda: self.live.budget_bytes,
             is_compiled=lambda: any(map(is_compiled, self.borders.attached_model.modules())),
         )
-        self._held: Held | None = None
+        self._held: HeldBytes | None = None
         """What was held when the present forward began; None where that is to be read anew."""
         self._num_planned_for = 0
         """Optimizers that had stepped when the plan was made."""

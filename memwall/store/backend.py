@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memwall.errors import OffloadIOError, StoreError
-from memwall.store.mounts import is_made_read_only
+from memwall.mounts import is_made_read_only
 from memwall.store.own_file import open_own
 from memwall.units import format_bytes
 

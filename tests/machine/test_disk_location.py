@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from memwall import mounts
 from memwall.errors import StoreError
 from memwall.machine.disk_location import check_directory, default_directory, filesystem_of
 from memwall.machine.disk_probe import probe_disk
-from memwall.store import mounts
 
 
 def refusal(path: Path | str, needed_bytes: int = 0) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from memwall import mounts
 from memwall.errors import OffloadIOError, StoreError
-from memwall.store import mounts
 from memwall.store.backend import refused
 
 MOUNTS = {
