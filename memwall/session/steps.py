@@ -140,7 +140,9 @@ class Steps:
             self.state = "waiting"
             return
         try:
-            is_made = self.live.make()
+            # An evaluation may be in inference mode, and autograd saves nothing that was made there.
+            with torch.inference_mode(mode=False):
+                is_made = self.live.make()
         except InfeasibleError as error:
             if not self._why_again:
                 self.failure = error.without_frames()

@@ -8,6 +8,7 @@ from torch import nn
 
 import memwall
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
+from memwall.session.live_plan import LivePlan
 from memwall.torch_internals.dispatch import active_dispatch_modes
 from memwall.trace.step_recorder import StepRecorder
 from memwall.trace.trace_builder import TraceBuilder
@@ -70,3 +71,24 @@ def test_a_recording_that_ends_within_inference_mode_leaves_operations_as_they_w
         with torch.inference_mode():
             model(batch)
     assert active_dispatch_modes() == []
+
+
+def test_a_plan_is_made_and_applied_out_of_an_evaluations_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that a plan moves would otherwise be tensors of that mode, which autograd does not save."""
+    seen: list[bool] = []
+    make = LivePlan.make
+
+    def watched(live: LivePlan) -> bool:
+        seen.append(torch.is_inference_mode_enabled())
+        return make(live)
+
+    monkeypatch.setattr(LivePlan, "make", watched)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memwall.fit(model, optimizer, budget="64GiB"):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        with torch.inference_mode():
+            model(torch.randn(4, 8))
+            assert torch.is_inference_mode_enabled()
+    assert seen == [False]
