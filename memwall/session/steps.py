@@ -1,8 +1,8 @@
 """The steps of one run: which of them are recorded, when a plan is made and applied, what is looked at after each."""
 
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Literal, TypeVar
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -140,8 +140,7 @@ class Steps:
             self.state = "waiting"
             return
         try:
-            # An evaluation may be in inference mode, and autograd saves nothing that was made there.
-            with torch.inference_mode(mode=False):
+            with _out_of_inference_mode():
                 is_made = self.live.make()
         except InfeasibleError as error:
             if not self._why_again:
@@ -436,3 +435,11 @@ class Steps:
 
     def _note_engine_failure(self) -> None:
         self.failure = self.failure or self.live.failure
+
+
+def _out_of_inference_mode() -> AbstractContextManager[Any]:
+    """Returns a context for what an evaluation finds to be done, and outlives it: autograd saves nothing made there.
+
+    Elsewhere it does nothing: at its end torch's own would switch off the autocast that a plan has begun within it.
+    """
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
