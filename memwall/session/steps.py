@@ -1,8 +1,8 @@
 """The steps of one run: which of them are recorded, when a plan is made and applied, what is looked at after each."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Literal, TypeVar
+from contextlib import suppress
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -11,9 +11,7 @@ from memwall.apply.offload.parking import close_unneeded
 from memwall.errors import InfeasibleError, MemwallError, NoEffectError, RankError
 from memwall.machine.meter import HeldBytes
 from memwall.session.live_plan import LivePlan
-from memwall.session.loop.layers import Layers
-from memwall.session.loop.longer_batch import is_too_large
-from memwall.session.loop.stages import Stages
+from memwall.session.loop.changes import LoopChanges
 from memwall.session.loop.turns import FirstTurns
 from memwall.session.measurements import Measurements
 from memwall.session.ranks.shared_plan import tell_of_failure
@@ -28,7 +26,7 @@ from memwall.session.watch.growth import GrowthWatch
 from memwall.session.watch.room import RoomBetweenSteps
 from memwall.session.watch.step_metrics import StepLog
 from memwall.torch_internals.compiler import is_compiled
-from memwall.torch_internals.dispatch import end_stand_in
+from memwall.torch_internals.dispatch import end_stand_in, out_of_inference_mode
 from memwall.trace.together import models_of
 
 __all__ = ["State", "Steps"]
@@ -70,15 +68,9 @@ class Steps:
         )
         self._held: HeldBytes | None = None
         """What was held when the present forward began; None where that is to be read anew."""
-        self._num_planned_for = 0
-        """Optimizers that had stepped when the plan was made."""
         self._unseen = UnseenSteps(self.measured, lambda: self.live.budget_bytes, self.live.in_effect.allocator)
-        self._stages, self._first_turns = Stages(), FirstTurns()
-        self._layers: Layers | None = None
-        self._why_again = ""
-        """Says why a step is recorded after there was a plan; "" of the first one."""
-        self._is_outgrown = False
-        """Whether the loop trains other models than the trace and the plan are of."""
+        self._first_turns = FirstTurns()
+        self._changes = LoopChanges(self.live, self.borders, self.recovery)
         self._num_checked = 0
         """Steps whose effects were looked at: once in each, when all that it called has been stepped."""
         self._is_applied_inside = False
@@ -93,8 +85,7 @@ class Steps:
 
     def outgrow(self, model: nn.Module) -> None:
         """Follows other models from the next step on, which is recorded anew."""
-        self.borders.attach_instead(model)
-        self._is_outgrown, self._why_again = True, "more models are trained, or other ones"
+        self._changes.outgrow(model)
 
     def redoable(self, part: Callable[[], _T]) -> _T:
         """Runs a part of a training step, which may be run again.
@@ -140,13 +131,13 @@ class Steps:
             self.state = "waiting"
             return
         try:
-            with _out_of_inference_mode():
+            with out_of_inference_mode():
                 is_made = self.live.make()
         except InfeasibleError as error:
-            if not self._why_again:
+            if not self._changes.why:
                 self.failure = error.without_frames()
                 raise
-            explained = error.because(f"the run has had a plan before: {self._why_again}")
+            explained = error.because(f"the run has had a plan before: {self._changes.why}")
             self.failure = explained.without_frames()
             raise explained from error
         except MemwallError as error:
@@ -193,10 +184,10 @@ class Steps:
 
     def _end_recording(self) -> None:
         """Ends the recorded step, so that nothing else is recorded with it."""
-        if self.state != "recording" or self.borders.in_step or self._is_outgrown:
+        if self.state != "recording" or self.borders.in_step or self._changes.is_outgrown:
             return
         self._redo.before_plan()
-        self._num_planned_for = len(self.borders.stepped)
+        self._changes.recording_ends()
         self.borders.end_step()
         try:
             self.live.end_recording()
@@ -253,13 +244,12 @@ class Steps:
         close_unneeded()
         self._room.before_step()
         num_changes = self.live.in_effect.num_changes
-        device = self._layers_here.device
+        device = self._changes.layers.device
         try:
             check_not_captured(device)
             self.live.in_effect.end_showing()
             self.end_step()
-            if self._is_outgrown or (self.state == "running" and self._is_another_step()):
-                self._is_outgrown = False
+            if self._changes.are_to_be_recorded(is_running=self.state == "running"):
                 self.live.stop_recording()
                 self.live.forget_plan()
                 self.recovery.forget_excess()
@@ -357,65 +347,10 @@ class Steps:
             self.borders.await_all()
         return not is_whole
 
-    @property
-    def _has_newcomer(self) -> bool:
-        """Tells whether an optimizer has stepped whose state is in no forecast: its first step followed the plan."""
-        return not self.live.is_given and len(self.borders.stepped) > self._num_planned_for
-
-    def _is_another_step(self) -> bool:
-        """Tells whether the step that begins is to be recorded: the plan was made from another one."""
-        before = self.live.trace
-        if self._has_newcomer:
-            self._why_again = "another optimizer has begun to step"
-        elif self._is_new_stage():
-            num_more = sum(self._layers_here.trained()) - sum(self._stages.planned)
-            self._why_again = f"{num_more} more parameters take gradients than before" * (num_more > 0)
-        elif self._is_longer():
-            sizes = (list(self.borders.input_shape), list(before.input_shape) if before is not None else [])
-            self._why_again = "a longer batch came: {} after {}".format(*sizes)
-        else:
-            return False
-        return True
-
-    def _is_longer(self) -> bool:
-        """Tells whether the batch is larger than the recorded one, and the plan has no room for that.
-
-        Ranks get batches of their own, and record together or not at all. A loop that hands its batches over has a step
-        done again that ran out of memory.
-        """
-        here = self.live
-        is_fixed = here.is_given or here.ranks is not None or here.in_effect.is_cooperative
-        return not is_fixed and is_too_large(self.borders.input_shape, here.trace, here.plan)
-
-    def _is_new_stage(self) -> bool:
-        """Tells whether the loop has frozen or unfrozen parameters since the step was recorded: another graph.
-
-        One that it comes back to is not new: its plan takes the place of the present one.
-        """
-        stage = self._layers_here.trained()
-        if self.live.is_given or stage == self._stages.planned:
-            self._stages.goes_on()
-            return False
-        present = self.live.present
-        revision = self._stages.change(stage, present)
-        if revision is None:
-            return True
-        if revision is not present:
-            self.recovery.forget_excess()
-            self.live.change_to(revision)
-        return False
-
-    @property
-    def _layers_here(self) -> Layers:
-        model = self.borders.attached_model
-        if self._layers is None or self._layers.model is not model:
-            self._layers = Layers(model)
-        return self._layers
-
     def _begin_run(self) -> None:
         self.measured.begin_run(self.borders.attached_model)
         self.borders.watch_optimizers()
-        self._stages.begin(self._layers_here.trained())
+        self._changes.recording_begins()
         self.live.begin()
         self.state = "running" if self.live.is_given else "recording"
 
@@ -435,11 +370,3 @@ class Steps:
 
     def _note_engine_failure(self) -> None:
         self.failure = self.failure or self.live.failure
-
-
-def _out_of_inference_mode() -> AbstractContextManager[Any]:
-    """Returns a context for what an evaluation finds to be done, and outlives it: autograd saves nothing made there.
-
-    Elsewhere it does nothing: at its end torch's own would switch off the autocast that a plan has begun within it.
-    """
-    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()

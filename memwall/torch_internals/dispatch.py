@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ __all__ = [
     "has_modes",
     "leave_mode",
     "make_wrapper",
+    "out_of_inference_mode",
     "reading_no_elements",
     "without_dispatch",
     "without_dispatch_modes",
@@ -121,6 +122,14 @@ def end_stand_in() -> None:
     """Ends this thread's stand-in, if there is one and no inference mode; to be called whenever a step may begin."""
     if getattr(_here, "stand_in", None) is not None and not torch.is_inference_mode_enabled():
         _end_innermost_stand_in()
+
+
+def out_of_inference_mode() -> AbstractContextManager[Any]:
+    """Returns a context for what an evaluation finds to be done, and outlives it: autograd saves nothing made there.
+
+    Elsewhere it does nothing: at its end torch's own would switch off the autocast that a plan has begun within it.
+    """
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _end_innermost_stand_in() -> bool:

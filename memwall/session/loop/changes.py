@@ -1,0 +1,107 @@
+"""Tells whether the step that begins is another one than the plan was made from, which is to be recorded, and why."""
+
+from torch import nn
+
+from memwall.session.live_plan import LivePlan
+from memwall.session.loop.layers import Layers
+from memwall.session.loop.longer_batch import is_too_large
+from memwall.session.loop.stages import Stages
+from memwall.session.recovery import Recovery
+from memwall.session.step_borders import StepBorders
+
+__all__ = ["LoopChanges"]
+
+
+class LoopChanges:
+    """Compares each step of a loop with the one that its plan was made from.
+
+    Attributes:
+        is_outgrown: whether the loop trains other models than the trace and the plan are of.
+        why: says why a step is recorded after there was a plan; "" of the first one.
+    """
+
+    def __init__(self, live: LivePlan, borders: StepBorders, recovery: Recovery) -> None:
+        self._live, self._borders, self._recovery = live, borders, recovery
+        self._stages = Stages()
+        self._layers: Layers | None = None
+        self._num_planned_for = 0
+        """Optimizers that had stepped when the plan was made."""
+        self.is_outgrown, self.why = False, ""
+
+    @property
+    def layers(self) -> Layers:
+        """Returns the layers of what is trained now."""
+        model = self._borders.attached_model
+        if self._layers is None or self._layers.model is not model:
+            self._layers = Layers(model)
+        return self._layers
+
+    def outgrow(self, model: nn.Module) -> None:
+        """Follows other models from the next step on, which is to be recorded."""
+        self._borders.attach_instead(model)
+        self.is_outgrown, self.why = True, "more models are trained, or other ones"
+
+    def recording_begins(self) -> None:
+        """Notes which parameters take gradients in the step that is recorded, or that a given plan is for."""
+        self._stages.begin(self.layers.trained())
+
+    def recording_ends(self) -> None:
+        """Notes how many optimizers the plan is for."""
+        self._num_planned_for = len(self._borders.stepped)
+
+    def are_to_be_recorded(self, *, is_running: bool) -> bool:
+        """Returns whether the step that begins is another one; where a plan is known for it, that one takes effect.
+
+        Args:
+            is_running: whether there is a plan; without one only other models count.
+        """
+        if self.is_outgrown:
+            self.is_outgrown = False
+            return True
+        if not is_running:
+            return False
+        if self._has_newcomer:
+            self.why = "another optimizer has begun to step"
+        elif self._is_new_stage():
+            num_more = sum(self.layers.trained()) - sum(self._stages.planned)
+            self.why = f"{num_more} more parameters take gradients than before" * (num_more > 0)
+        elif self._is_longer():
+            before = self._live.trace
+            sizes = (list(self._borders.input_shape), list(before.input_shape) if before is not None else [])
+            self.why = "a longer batch came: {} after {}".format(*sizes)
+        else:
+            return False
+        return True
+
+    @property
+    def _has_newcomer(self) -> bool:
+        """Tells whether an optimizer has stepped whose state is in no forecast: its first step followed the plan."""
+        return not self._live.is_given and len(self._borders.stepped) > self._num_planned_for
+
+    def _is_longer(self) -> bool:
+        """Tells whether the batch is larger than the recorded one, and the plan has no room for that.
+
+        Ranks get batches of their own, and record together or not at all. A loop that hands its batches over has a step
+        done again that ran out of memory.
+        """
+        here = self._live
+        is_fixed = here.is_given or here.ranks is not None or here.in_effect.is_cooperative
+        return not is_fixed and is_too_large(self._borders.input_shape, here.trace, here.plan)
+
+    def _is_new_stage(self) -> bool:
+        """Tells whether the loop has frozen or unfrozen parameters since the step was recorded: another graph.
+
+        One that it comes back to is not new: its plan takes the place of the present one.
+        """
+        stage = self.layers.trained()
+        if self._live.is_given or stage == self._stages.planned:
+            self._stages.goes_on()
+            return False
+        present = self._live.present
+        revision = self._stages.change(stage, present)
+        if revision is None:
+            return True
+        if revision is not present:
+            self._recovery.forget_excess()
+            self._live.change_to(revision)
+        return False
