@@ -8,7 +8,7 @@ from msgspec import Struct
 from memwall.cli.output import note
 from memwall.errors import UsageError
 from memwall.integrations.estimate import estimate
-from memwall.integrations.hf_spec import positions_of
+from memwall.integrations.hugging_face.hf_spec import positions_of
 from memwall.integrations.largest import MOST_BATCH, MOST_TOKENS, largest_that_fits
 from memwall.units import format_bytes
 

@@ -43,7 +43,7 @@ from memwall.cli.plans.plan_ranks import (
 )
 from memwall.cli.plans.plan_source import device_trace, is_spec, trace_here, with_measured
 from memwall.errors import InfeasibleError, UsageError
-from memwall.integrations.hf_config import config_path
+from memwall.integrations.hugging_face.hf_config import config_path
 
 if TYPE_CHECKING:
     from memwall.machine.hardware import Hardware

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from memwall.errors import MemwallError, NeedsValuesError, TraceError, UsageError
-from memwall.integrations.hf_config import config_path, hub_hint
-from memwall.integrations.hf_spec import hugging_face_workload, positions_of
+from memwall.integrations.hugging_face.hf_config import config_path, hub_hint
+from memwall.integrations.hugging_face.hf_spec import hugging_face_workload, positions_of
 from memwall.integrations.lower_precision import under_autocast
 from memwall.integrations.real_step import real_trace
 from memwall.machine.hardware import Hardware

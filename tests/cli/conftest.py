@@ -62,7 +62,7 @@ def recordings() -> dict[str, Any]:
 def _recorded_once(monkeypatch: pytest.MonkeyPatch, recordings: dict[str, Any]) -> None:
     """Records a configuration's step once for all commands that ask for it alike; nobody changes a trace."""
     from memwall.integrations import estimate, spec_trace
-    from memwall.integrations.hf_config import config_path
+    from memwall.integrations.hugging_face.hf_config import config_path
 
     record = spec_trace.device_run_of_spec
 

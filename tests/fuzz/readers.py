@@ -68,7 +68,7 @@ def _steps(data: bytes, folder: Path) -> None:
 
 
 def _config(data: bytes, folder: Path) -> None:
-    from memwall.integrations.hf_config import read_config
+    from memwall.integrations.hugging_face.hf_config import read_config
 
     path = folder / "config.json"
     path.write_bytes(data)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memwall.errors import UsageError
-from memwall.integrations.hf_spec import hugging_face_workload
+from memwall.integrations.hugging_face.hf_spec import hugging_face_workload
 
 pytestmark = pytest.mark.requires("transformers")
 

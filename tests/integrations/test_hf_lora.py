@@ -9,8 +9,8 @@ from fake_steps import record_fake
 from hf_configurations import LLAMA, LLAMA_3_8B
 
 from memwall.errors import UsageError
-from memwall.integrations.hf_lora import Lora, parse_lora
-from memwall.integrations.hf_spec import hugging_face_workload
+from memwall.integrations.hugging_face.hf_lora import Lora, parse_lora
+from memwall.integrations.hugging_face.hf_spec import hugging_face_workload
 from memwall.predict.curve import live_peak_bytes
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}

@@ -13,8 +13,8 @@ from hf_configurations import FAMILIES, LLAMA, LLAMA_3_8B, LLAMA_3_70B, T5, TEXT
 
 from memwall.errors import UsageError
 from memwall.integrations.dtypes import DTYPES
-from memwall.integrations.hf_optimizers import OPTIMIZERS
-from memwall.integrations.hf_spec import hugging_face_workload
+from memwall.integrations.hugging_face.hf_optimizers import OPTIMIZERS
+from memwall.integrations.hugging_face.hf_spec import hugging_face_workload
 from memwall.integrations.spec_trace import device_run_of_spec
 from memwall.machine.hardware import hardware_named
 from memwall.predict.curve import live_peak_bytes, peak_of

@@ -73,7 +73,7 @@ UNDER_AUTOCAST = """
 import json
 import torch
 from memwall import Workload
-from memwall.integrations.hf_spec import hugging_face_workload
+from memwall.integrations.hugging_face.hf_spec import hugging_face_workload
 
 def loss(model, batch):
     with torch.autocast("cuda", dtype=torch.bfloat16):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memwall.cli.options import require_file
-from memwall.integrations.hf_config import config_path, hub_hint
+from memwall.integrations.hugging_face.hf_config import config_path, hub_hint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from memwall.errors import UsageError
 from memwall.integrations.dtypes import DTYPES, known_dtype, parse_dtype
-from memwall.integrations.hf_config import config_path, read_config
-from memwall.integrations.hf_heads import (
+from memwall.integrations.hugging_face.hf_config import config_path, read_config
+from memwall.integrations.hugging_face.hf_heads import (
     DEFAULT_SEQUENCE,
     HEADS,
     ONLY_BY_NAME,
@@ -22,8 +22,8 @@ from memwall.integrations.hf_heads import (
     in_dtype,
     padded,
 )
-from memwall.integrations.hf_lora import Lora, parse_lora, with_adapters
-from memwall.integrations.hf_optimizers import check_optimizer, make_optimizer
+from memwall.integrations.hugging_face.hf_lora import Lora, parse_lora, with_adapters
+from memwall.integrations.hugging_face.hf_optimizers import check_optimizer, make_optimizer
 from memwall.trace.workload import Workload
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def hugging_face_workload(
             that is less. Image models take the size in their configuration, or 224 pixels.
         dtype: of weights and activations, a name of one of `DTYPES`; None takes what the configuration names, as
             transformers loads such a model, and float32 where it names none.
-        optimizer: one of `memwall.integrations.hf_optimizers.OPTIMIZERS`.
+        optimizer: one of `memwall.integrations.hugging_face.hf_optimizers.OPTIMIZERS`.
         is_padded: all texts but the first are padded to `sequence`, so that the batch needs its mask.
         is_checkpointed: the model recomputes its layers in backward, as with the Trainer's `gradient_checkpointing`.
         lora: the adapters that are trained in place of the weights, see `parse_lora`; None trains the weights.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.integrations.hf_packed import packed, packed_names
+from memwall.integrations.hugging_face.hf_packed import packed, packed_names
 
 if TYPE_CHECKING:
     from torch import nn
