@@ -1,4 +1,4 @@
-"""What the system says of the filesystem that holds a path, and of who has stopped writes to it."""
+"""Reads which filesystem holds a path, and who has stopped writes to it."""
 
 import os
 from pathlib import Path

@@ -1,7 +1,7 @@
 """A model with an embedding, blocks, a norm at the root and a head; ranks for it; and a meter of what a rank holds."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from memwall.planning.ranks.forecast import AnySharding, RanksForecast
 from memwall.predict.sharding.network import Network
 from memwall.trace.workload import Workload
 
-__all__ = ["LiveBytes", "Model", "TiedModel", "batch", "loss_of", "network_for", "ranked_plan", "workload"]
+__all__ = ["LiveBytes", "Model", "TiedModel", "batch", "loss_of", "network_for", "ranked_plan", "trained", "workload"]
 
 VOCABULARY, _WIDTH, _BLOCKS, _TOKENS = 2048, 64, 4, 16
 
@@ -68,6 +68,19 @@ def workload(model: type[Model] = Model) -> Workload:
         loss=loss_of,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=False),
     )
+
+
+def trained(model: nn.Module, tokens: Tensor) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
+    """Returns an optimizer that has stepped once, and what makes the next step."""
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step() -> None:
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return optimizer, step
 
 
 def network_for(num_ranks: int, num_ranks_per_node: int = 8) -> Network:

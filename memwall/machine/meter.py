@@ -123,9 +123,9 @@ class HeldBytes(NamedTuple):
     """Holds what a process holds at one moment, in bytes."""
 
     standing_bytes: int
-    """What the run holds now: of a device in tensors, for what its segments have free is no growth."""
+    """Counts what the run holds now: of a device in tensors, for what its segments have free is no growth."""
     peak_bytes: int
-    """What was held at most since the last reset."""
+    """Counts what was held at most since the last reset."""
 
 
 class Meter(Protocol):

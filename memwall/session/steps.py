@@ -67,7 +67,7 @@ class Steps:
             is_compiled=lambda: any(map(is_compiled, self.borders.attached_model.modules())),
         )
         self._held: HeldBytes | None = None
-        """What was held when the present forward began; None where that is to be read anew."""
+        """Keeps what was held when the present forward began; None where that is to be read anew."""
         self._unseen = UnseenSteps(self.measured, lambda: self.live.budget_bytes, self.live.in_effect.allocator)
         self._first_turns = FirstTurns()
         self._changes = LoopChanges(self.live, self.borders, self.recovery)

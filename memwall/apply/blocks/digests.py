@@ -192,7 +192,7 @@ class Digesting:
         self._is_first, self._room_bytes = keeps, room_bytes
         self._skips_workspaces = skips_workspaces
         self.lacked_bytes = 0
-        """What there was too little room for, at least, to keep the tensors and repeat the run; 0 where there was."""
+        """Counts what was lacking, at least, to keep the tensors and repeat the run; 0 where there was room."""
         self._kept: list[_Kept] = []
         self.places: list[tuple[Digest, Place]] = []
         """Says where tensors lie that a run to be repeated has saved, as long as they do."""

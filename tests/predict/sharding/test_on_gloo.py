@@ -13,20 +13,13 @@ from memwall.trace.steps import steady_step
 from memwall.trace.trace_builder import record
 
 SCRIPT = """
-from sharded_runs import LiveBytes, Model, batch, loss_of
+from sharded_runs import LiveBytes, Model, batch, loss_of, trained
 import memwall
 
 def measured(plan):
     tokens = batch()
     model = memwall.shard(Model(), memwall.Plan.load(plan))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-
-    def step():
-        loss_of(model, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
+    optimizer, step = trained(model, tokens)
     state = [value for of_one in optimizer.state.values() for value in of_one.values()]
     standing = [getattr(tensor, "_local_tensor", tensor) for tensor in (*model.parameters(), *state, tokens)]
     peaks = []

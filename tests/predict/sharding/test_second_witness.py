@@ -1,4 +1,4 @@
-"""What a rank of FSDP2 holds by torch's own FSDPMemTracker, a witness that shares nothing with memwall's meters."""
+"""A rank of FSDP2 holds what torch's own FSDPMemTracker says, a witness that shares nothing with memwall's meters."""
 
 from pathlib import Path
 
@@ -15,21 +15,14 @@ from memwall.trace.trace_builder import record
 
 SCRIPT = """
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from sharded_runs import Model, batch, loss_of
+from sharded_runs import Model, batch, trained
 import memwall
 
 tokens = batch()
 
 def tracked(plan):
     model = memwall.shard(Model(), memwall.Plan.load(plan))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-
-    def step():
-        loss_of(model, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
+    optimizer, step = trained(model, tokens)
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs((tokens,))
     with tracker:
