@@ -8,6 +8,7 @@ import typer
 from msgspec import Struct
 
 from memwall.cli.options import JsonOption, require_file, require_writable
+from memwall.cli.running.run_file import run_page
 from memwall.errors import UsageError
 from memwall.units import format_bytes
 
@@ -154,10 +155,10 @@ def _plan_writers(source: Path) -> _Writers:
 
 def _run_writers(source: Path) -> _Writers:
     from memwall.observe.run_report import RunReport
-    from memwall.report.html import Page, save_page
+    from memwall.report.html import save_page
 
     run = RunReport.load(source)
-    page = Page(title=f"memwall run: {source.name}", run=run)
+    page = run_page(run, source)
     return {"html": lambda path: save_page(page, path), "json": run.save}
 
 

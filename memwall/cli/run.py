@@ -18,11 +18,11 @@ from memwall.cli.options import (
     parse_allow,
     parse_command,
     parse_disk,
-    require_writable,
 )
 from memwall.cli.ranks import check_no_launcher, run_by_torchrun
 from memwall.cli.running.run_end import end_run
 from memwall.cli.running.run_failure import failure_page_after
+from memwall.cli.running.run_file import require_run_file
 from memwall.cli.running.run_request import (
     BudgetOption,
     CheckpointOption,
@@ -75,7 +75,7 @@ def run(
     check_has_folder(checkpoint_path, is_resuming=resume)
     budget_bytes = budget_or_plan(budget, plan_path)
     if report_path is not None:
-        require_writable(report_path, option="--report")
+        require_run_file(report_path)
     tier, allowed = parse_disk(disk), parse_allow(allow, mode)
     is_planned, is_committed = plan_path is not None, checkpoint_path is not None
     request = RunRequest(

@@ -9,13 +9,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from memwall.errors import UsageError
 from memwall.observe.run_report import RunReport
 from memwall.planning.planfile import Plan
 from memwall.predict.curve import Peak
 from memwall.report.chart import chart_of, legend_of, overlay_chart, scale_of
 from memwall.report.curves import Curve
 from memwall.report.grid import Grid, ratio_text
+from memwall.report.page_libraries import require_page_libraries
 from memwall.report.plan_grids import action_grid, forecast_phase_grid, lever_grid, plan_facts
 from memwall.report.ranks_grids import ranks_grids
 from memwall.report.run_grids import Outcome, comparison_grid, run_grid
@@ -92,15 +92,10 @@ def page_html(page: Page) -> str:
     Raises:
         UsageError: plotly or jinja2 is not installed.
     """
-    try:
-        import jinja2
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        package = str(error.name).partition(".")[0]
-        raise UsageError(
-            f"the HTML report needs {package}, which is not installed; "
-            "install the extra with: pip install 'torch-memwall[report]'"
-        ) from error
+    require_page_libraries()
+    import jinja2
+    from plotly.offline import get_plotlyjs
+
     template = resources.files("memwall.report").joinpath("templates", "report.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

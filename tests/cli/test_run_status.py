@@ -1,7 +1,10 @@
 """How a run over its budget ends: with a status for a person and a script, without one for a launcher of many ranks."""
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 import pytest
@@ -69,3 +72,28 @@ def test_paths_are_meant_from_where_the_command_was_given(folder: Path) -> None:
     assert main(["run", "--budget", "8GiB", *options, str(script)]) == 0
     assert {path.name for path in folder.iterdir()} >= {"run.json", "kept"}
     assert list((folder / "inner").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.requires("plotly", "jinja2")
+def test_a_report_with_a_pages_name_is_a_page(over_budget: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run.html" if word == "run.json" else word for word in over_budget]) == 5
+    page = Path("run.html").read_text()
+    assert "<title>memwall run: run.html</title>" in page
+    assert "Prediction and measurement" in page
+    assert "within_budget" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["plotly", "jinja2"])
+def test_a_page_that_cannot_be_written_is_refused_before_the_run(
+    folder: Path, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("plotly", "jinja2")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("plotly", "jinja2"):
+        monkeypatch.setitem(sys.modules, name, None if name == missing else ModuleType(name))
+        if name != missing:
+            sys.modules[name].__spec__ = ModuleSpec(name, None)
+    assert main(["run", "--budget", "8GiB", "--report", "run.html", PLAIN]) == 2
+    assert f"the HTML report needs {missing}, which is not installed" in capsys.readouterr().err
+    assert list(folder.iterdir()) == []

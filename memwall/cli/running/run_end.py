@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from memwall.cli.options import Script
+from memwall.cli.running.run_file import is_page, save_run
 from memwall.cli.verbosity import is_verbose
 from memwall.machine.launched import Launched, launched
 from memwall.units import format_bytes
@@ -58,13 +59,13 @@ def end_run(
     elif report_path is not None:
         report_path = report_path.with_name(rank_file_name(report_path.name))
     if report_path is not None:
-        report.save(report_path)
+        save_run(report, report_path)
     shown_run = run_table if is_verbose() else run_summary
     show(shown_run(report, status=status), report, as_json=as_json, to_error=True)
     if status or report.within_budget:
         raise typer.Exit(status)
     here = launched()
-    seen = "" if report_path is None else f" (within_budget is false in {report_path})"
+    seen = "" if report_path is None or is_page(report_path) else f" (within_budget is false in {report_path})"
     raise typer.Exit(_status_over_budget(here, _names_over_budget(report, here), seen))
 
 

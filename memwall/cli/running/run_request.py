@@ -42,7 +42,8 @@ PlanOption = Annotated[
     Path | None, typer.Option("--plan", metavar="plan.json", help="Use this plan instead of making one.")
 ]
 ReportOption = Annotated[
-    Path | None, typer.Option("--report", metavar="run.json", help="Write forecast and measurement here.")
+    Path | None,
+    typer.Option("--report", metavar="run.json", help="Write forecast and measurement here; run.html is a page."),
 ]
 MetricsOption = Annotated[
     Path | None,
