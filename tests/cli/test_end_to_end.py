@@ -199,8 +199,7 @@ def test_a_script_that_steps_muon_and_adamw_fits_with_the_same_weights(folder: P
     script = (*SCRIPT, "--muon")
     assert memwall(folder, "profile", "-o", "muon.trace", *script).returncode == 0
     roomy = json.loads(memwall(folder, "plan", "muon.trace", "--budget", "8GiB", "--json").stdout)
-    # Muon's first step, which nothing treats, needs nearly the plain peak; more than that is planned for beside it.
-    budget = roomy["plain_peak"]["process_bytes"] + (16 << 20)
+    budget = roomy["plain_peak"]["process_bytes"]  # the margin is on top of what is foreseen
     run = memwall(folder, "run", "--budget", str(budget), "--report", "muon.json", *script, "--out", "muon_planned.bin")
     assert run.returncode == 0, run.stderr
     run_plainly(folder, *script, "--out", "muon_plain.bin")
