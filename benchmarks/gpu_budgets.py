@@ -77,6 +77,8 @@ def row_of(share_percent: int, budget_bytes: int, plain: dict[str, Any], found: 
         "predicted_step_seconds": forecast["step_seconds"],
         "slowdown": found["step_seconds"] / plain["step_seconds"],
         "is_digest_equal": found["digest"] == plain["digest"],
+        "step_peak_bytes": found["peak_bytes"],
+        "report": found["report"],
     }
 
 

@@ -20,6 +20,7 @@ __all__ = ["Budget", "CaseFailed", "CaseHung", "Child", "prepared"]
 Key = TypeVar("Key")
 _MOST_SAID = 2000
 _WIDTH = max(1, min(6, (os.cpu_count() or 2) // 2))
+_THREADS = max(1, (os.cpu_count() or 2) // (_WIDTH + 1))
 
 
 class CaseFailed(RuntimeError):
@@ -44,8 +45,14 @@ class Child:
         script, *others = arguments
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).parent / script), *others],
-            # torch reads them when it is loaded, and some releases only one of the two.
-            env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": settings, "PYTORCH_ALLOC_CONF": settings},
+            # torch reads settings when it is loaded, and some releases only one of the two. Children that each took all
+            # cores while they predict would get in each other's way.
+            env={
+                "OMP_NUM_THREADS": str(_THREADS),
+                **os.environ,
+                "PYTORCH_CUDA_ALLOC_CONF": settings,
+                "PYTORCH_ALLOC_CONF": settings,
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

@@ -1,6 +1,6 @@
 """What memwall predicts for this machine's GPU against what a training run holds there; without a GPU it refuses.
 
-    python benchmarks/gpu_truth.py [--seconds 540] [--device NAME] [--output FILE]
+    python benchmarks/gpu_truth.py [--seconds 540] [--part NAME ...] [--device NAME] [--output FILE]
 
 Three parts share the time; what a part leaves over goes to the next, and what is not reached is listed.
 
@@ -122,7 +122,7 @@ def measure_zoo(
                 child.end()
                 return
             try:
-                yield case, child.answer({"used_bytes": used_bytes()}, min(_MOST_CASE_SECONDS, budget.seconds + 10))
+                yield case, child.answer({"used_bytes": used_bytes()}, min(_MOST_CASE_SECONDS, budget.seconds + 20))
             except CaseFailed as error:
                 yield case, error
     finally:
@@ -132,13 +132,15 @@ def measure_zoo(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=540.0, help="begin nothing further after so long")
+    parser.add_argument("--part", action="append", choices=tuple(SHARES), help="default: all three")
     parser.add_argument("--device", type=hardware_named, metavar="NAME", help="entry of hardware.toml")
     parser.add_argument("--tiny", action="store_true", help="a few of each part, to see that nothing breaks")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if not has_device("gpu_truth"):
         return 2
-    budget = Budget(options.seconds, SHARES)
+    parts = options.part or tuple(SHARES)
+    budget = Budget(options.seconds, {part: share if part in parts else 1e-9 for part, share in SHARES.items()})
     name = device_name()
     hardware = with_context(options.device or hardware_here())
     slug = slug_of(name)
@@ -158,15 +160,16 @@ def main() -> int:
     rows = _earlier_rows(output, document)
     output.parent.mkdir(parents=True, exist_ok=True)
     budget.begin("histories")
-    runs = RUNS[:1] + RUNS[3:4] if options.tiny else RUNS
+    runs = () if "histories" not in parts else RUNS[:1] + RUNS[3:4] if options.tiny else RUNS
     document["histories"] = record_histories(runs, golden, output.parent / "snapshots", budget)
     budget.begin("caps")
-    chosen = CAP_CASES[:1] if options.tiny else CAP_CASES
+    chosen = () if "caps" not in parts else CAP_CASES[:1] if options.tiny else CAP_CASES
     document["caps"] = measure_caps(chosen, used_bytes, budget, is_tiny=options.tiny)
     budget.begin("zoo")
     broken = []
     done = {_case_of(row) for row in rows}
-    left = [case for case in cases() if case not in done][: _NUM_TINY if options.tiny else None]
+    num_most = 0 if "zoo" not in parts else _NUM_TINY if options.tiny else None
+    left = [case for case in cases() if case not in done][:num_most]
     for case, found in measure_zoo(hardware, budget, left):
         if isinstance(found, CaseFailed):
             broken.append(f"{' '.join(case)} failed")
