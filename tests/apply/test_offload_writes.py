@@ -9,6 +9,9 @@ from faulty_disk import Gate
 from offload_engines import KIB, GradientIsSaved, Pool, a_pool, is_empty, offload_for
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memwall.apply.blocks.counts import BlockCounts
+from memwall.apply.blocks.executor import BlockCall
+from memwall.apply.offload.proving import Proving
 from memwall.errors import ApplyError, StoreError
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.process import TENSOR_HEAP
@@ -51,6 +54,24 @@ def test_a_write_in_place_between_two_saves_makes_two_copies(pool: Pool) -> None
         assert offload.unpack(second)[0] == 1
         with pytest.raises(SavedTensorModifiedError):
             offload.unpack(first)
+
+
+def test_a_proof_reads_back_what_it_compares_alone(pool: Pool) -> None:
+    """GIVEN a result that is saved twice WHEN the proof looks at what has left THEN nothing older comes along."""
+    with offload_for(pool) as offload:
+        older, x = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+        with offload.group("older"), offload.hooks():
+            first = older.exp().sum()
+        call = BlockCall(("block", 0), BlockCounts())
+        with offload.group("block"), Proving(offload, call).hooks():
+            second = x.exp().square().sum()
+        assert offload.bytes_read == x.nbytes
+        (first + second).backward()
+        assert not call.counts.stays
+        assert older.grad is not None
+        assert x.grad is not None
+        assert torch.equal(older.grad, older.detach().exp())
+        assert torch.allclose(x.grad, 2 * (2 * x.detach()).exp())
 
 
 @pytest.mark.slow

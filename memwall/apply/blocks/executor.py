@@ -40,6 +40,9 @@ class OffloadEngine(Protocol):
     def unpack(self, packed: Any) -> Tensor:
         """Returns the tensor again."""
 
+    def reread(self, packed: Any) -> Tensor:
+        """Returns the tensor for a comparison, before backward asks for it: nothing more is read for it."""
+
     def prefetch(self, key: Any) -> None:
         """Begins to read a group back."""
 

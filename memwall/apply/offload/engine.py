@@ -224,6 +224,27 @@ class ActivationOffload(Closing):
                 self._note_failure(error)
                 raise
 
+    def reread(self, saved: Saved) -> Tensor:
+        """Returns the tensor by what has left so far, for a comparison: nothing is read ahead, and nothing stays.
+
+        Raises:
+            StoreError: its bytes cannot be had.
+        """
+        entry = saved.entry
+        with self._lock, quiet():
+            self._reap()
+            is_loaded = entry.load is not None
+            try:
+                if not is_loaded:
+                    self._begin_load(entry, is_urgent=True)
+                tensor = saved.view_of(entry.tier.collect(entry.load))
+            except MemwallError as error:
+                self._note_failure(error)
+                raise
+            if not is_loaded:
+                self._drop_load(entry, is_collected=True)
+            return tensor
+
     # Lifetime.
 
     def close(self) -> None:
