@@ -27,7 +27,7 @@ def record_histories(runs: Sequence[tuple[str, str]], folder: Path, snapshots: P
         program, settings = run
         return Child(("gpu_record_case.py", program, str(folder), str(snapshots)), settings)
 
-    for path in folder.glob("*.json.zst"):
+    for path in folder.glob("*.json.zst") if runs else ():
         path.unlink()  # An earlier call's: records of two releases or devices are not mixed.
     failures, reached = [], set()
     for run, child in prepared(runs, start):
