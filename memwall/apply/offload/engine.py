@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memwall.apply.blocks.counts import BlockCounts
-from memwall.apply.offload.entry import Entry, EntryList, Saved, byte_range, guard_of
+from memwall.apply.offload.entry import Entry, EntryList, Group, Saved, byte_range, guard_of
 from memwall.apply.offload.filled_later import is_filled_later
 from memwall.apply.offload.packed import PackedTier, can_leave_packed
 from memwall.errors import ApplyError, MemwallError
@@ -38,15 +38,7 @@ __all__ = ["ActivationOffload"]
 _RANGE_ALIGNMENT_BYTES = 4096
 
 
-class _Group(NamedTuple):
-    """Says what tensors that a thread saves now belong to."""
-
-    key: Hashable = None
-    counts: BlockCounts | None = None
-    form: LeavingForm = "exact"
-
-
-_NO_GROUP = _Group()
+_NO_GROUP = Group()
 
 
 class ActivationOffload(Closing):
@@ -145,7 +137,7 @@ class ActivationOffload(Closing):
             form: in which floating-point numbers leave.
         """
         outer = self._group
-        self._active.group = _Group(key, counts, form)
+        self._active.group = Group(key, counts, form)
         try:
             yield
         finally:
@@ -160,7 +152,7 @@ class ActivationOffload(Closing):
                     self._begin_load(entry, is_urgent=False)
 
     @property
-    def _group(self) -> _Group:
+    def _group(self) -> Group:
         return getattr(self._active, "group", _NO_GROUP)
 
     # The hook pair.

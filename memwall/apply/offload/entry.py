@@ -4,11 +4,13 @@ import weakref
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from memwall.apply.blocks.counts import BlockCounts
+from memwall.planning.techniques.offload import LeavingForm
 from memwall.store.disk_tier import StorageTier
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.storages import StorageWeakRef
@@ -16,12 +18,21 @@ from memwall.torch_internals.storages import StorageWeakRef
 __all__ = [
     "Entry",
     "EntryList",
+    "Group",
     "Saved",
     "byte_range",
     "guard_of",
 ]
 
 _EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+class Group(NamedTuple):
+    """Says what tensors that a thread saves now belong to."""
+
+    key: Hashable = None
+    counts: BlockCounts | None = None
+    form: LeavingForm = "exact"
 
 
 def byte_range(tensor: Tensor, storage_bytes: int, alignment_bytes: int) -> tuple[int, int]:
