@@ -1,4 +1,4 @@
-"""What a GPU did once against what the phantom device does: no GPU is needed any more.
+"""Compares what a GPU did once with what the phantom device does: no GPU is needed any more.
 
     PHANTOM_ENV=FOLDER phantom/run python benchmarks/recorded_against_phantom.py [DEVICE]
 
