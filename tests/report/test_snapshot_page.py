@@ -164,7 +164,6 @@ class TestPage:
             traces=(tuple(events),),
             stacks=stacks,
             settings={},
-            annotations=(),
             unknown_actions=(),
         )
         devices = (analyse_device(snapshot, 0),)
