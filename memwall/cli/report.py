@@ -12,7 +12,7 @@ from memwall.errors import UsageError
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:
-    from memwall.report.difference import Source
+    from memwall.cli.source import Source
     from memwall.report.html import Page
 
 _EXPECTED = (

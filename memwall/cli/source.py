@@ -1,4 +1,4 @@
-"""Tells by the first bytes of a file what `explain`, `report` or `diff` was given; puts snapshots into figures."""
+"""Tells by the first bytes of a file what `explain` or `report` was given; puts snapshots into figures."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -12,14 +12,15 @@ from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device, de
 from memwall.predict.snapshot.compared_settings import with_settings
 from memwall.predict.snapshot.fit_on_device import FitOnDevice, fits_on
 from memwall.predict.snapshot.timeline import Timeline
-from memwall.report.difference import Source
 from memwall.trace.tags import Tag
 
 if TYPE_CHECKING:
     from memwall.machine.hardware import Hardware
     from memwall.trace.snapshot.records import Snapshot
 
-__all__ = ["SnapshotSummary", "analysed_devices", "kind_of", "snapshot_summary", "source_kind"]
+__all__ = ["SnapshotSummary", "Source", "analysed_devices", "kind_of", "snapshot_summary", "source_kind"]
+
+Source = Literal["trace", "plan", "run", "snapshot"]
 
 _HEAD_BYTES = 64
 

@@ -14,8 +14,6 @@ from memwall.planning.forecast import Forecast
 from memwall.planning.planfile import Plan
 from memwall.predict.snapshot.analysis import DeviceAnalysis
 from memwall.predict.snapshot.fit_on_device import FitOnDevice
-from memwall.report.difference import Difference
-from memwall.report.difference_grids import difference_grids, difference_scope, difference_verdict
 from memwall.report.estimate_grids import estimate_facts, workload_row
 from memwall.report.grid import Grid
 from memwall.report.plan_grids import Fit, action_grid, fit_of, forecast_phase_grid, lever_grid, plan_facts
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Verdict",
     "comparison",
-    "difference_report",
     "estimate_report",
     "facts",
     "plan_report",
@@ -132,15 +129,6 @@ def snapshot_report(analyses: Sequence[DeviceAnalysis], fits: Sequence[FitOnDevi
     if not parts:
         parts.append(Text("· the snapshot holds no memory and no history; was CUDA used before it was taken?"))
     return _report(*parts, Text(SNAPSHOT_SCOPE, style="dim"))
-
-
-def difference_report(difference: Difference) -> Group:
-    """Says what changed from one file to another of its kind: `memwall diff`."""
-    return _report(
-        shown_verdict(difference_verdict(difference)),
-        *(_table(grid) for grid in difference_grids(difference)),
-        Text(difference_scope(difference), style="dim"),
-    )
 
 
 def tables_of(grids: Iterable[Grid], workload: "WorkloadFacts | None") -> Group:
