@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FACTORY", "LLAMA", "MIB", "OPTIONS", "OUTLIER", "SCHEMA", "Run", "estimated"]
+__all__ = ["FACTORY", "LLAMA", "MIB", "OPTIONS", "SCHEMA", "Run", "estimated"]
 
 SCHEMA = json.loads((Path(__file__).parent / "contract" / "forecast.schema.json").read_text())
 MIB = 1 << 20
@@ -37,7 +37,6 @@ def small():
 
 Run = Callable[..., tuple[int, dict[str, Any]]]
 OPTIONS = ("--batch", "4", "--seq", "1024", "--dtype", "bfloat16")
-OUTLIER = 1_500
 
 
 def estimated(run: Run, config: str, *more: str) -> tuple[int, dict[str, Any]]:

@@ -7,7 +7,6 @@ import typer
 from memwall.cli.options import (
     AutocastOption,
     CheckpointingOption,
-    DataOption,
     DtypeOption,
     EvalBatchOption,
     JsonOption,
@@ -15,10 +14,8 @@ from memwall.cli.options import (
     MaskShareOption,
     OptimizerOption,
     TorchOption,
-    WorstBatchOption,
     parse_budget,
     parse_count,
-    parse_worst_batch,
 )
 
 
@@ -45,11 +42,9 @@ def estimate(
         typer.Option(
             "--seq",
             metavar="N|max",
-            help="Tokens per sample; longer ones of --data are cut. max finds the most that fit.",
+            help="Tokens per sample; max finds the most that fit.",
         ),
     ] = None,
-    worst_batch: WorstBatchOption = None,
-    data: DataOption = None,
     accumulate: Annotated[
         int, typer.Option("--accumulate", min=1, metavar="N", help="Forwards per optimizer step, as the Trainer's.")
     ] = 1,
@@ -79,7 +74,6 @@ def estimate(
 
     devices = [hardware_named(name.strip()) for name in device.split(",")]
     budgets = [None if budget is None else parse_budget(budget, whole_bytes=each.usable_bytes) for each in devices]
-    rule = parse_worst_batch(worst_batch, data)
     num_samples, num_tokens = parse_count(batch, "--batch"), parse_count(seq, "--seq")
     from memwall.cli.estimate_search import Question, searched
     from memwall.cli.output import forecast_status, show
@@ -99,8 +93,6 @@ def estimate(
             "checkpointing": checkpointing,
             "lora": lora,
             "mask_share": mask_share,
-            "worst_batch": rule,
-            "data": data,
             "torch_version": torch_version,
         },
     )

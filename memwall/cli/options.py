@@ -12,7 +12,6 @@ import typer
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.trace.sample_lengths import BATCH_RULES, DATA_FORMATS, BatchRule
 from memwall.units import parse_size
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "AutocastOption",
     "CheckpointingOption",
     "CommandArgument",
-    "DataOption",
     "DiskOption",
     "DiskWritesOption",
     "DiskChoice",
@@ -36,7 +34,6 @@ __all__ = [
     "OptimizerOption",
     "Script",
     "TorchOption",
-    "WorstBatchOption",
     "parse_allow",
     "parse_budget",
     "parse_command",
@@ -44,14 +41,11 @@ __all__ = [
     "parse_disk",
     "parse_disk_writes",
     "parse_host",
-    "parse_worst_batch",
     "require_disk",
     "require_file",
     "require_writable",
     "write_json",
 ]
-
-_RULES_TEXT = ", ".join(BATCH_RULES)
 
 PASS_ARGUMENTS: dict[Any, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 """Context settings of commands that end in SCRIPT [ARGS...]: what follows SCRIPT belongs to the script."""
@@ -109,16 +103,6 @@ ModeOption = Annotated[
         "--mode",
         metavar="exact|balanced|smallest",
         help="Allow nothing; what rounds at other points; or all that --allow knows, as far as it is possible.",
-    ),
-]
-WorstBatchOption = Annotated[
-    str | None,
-    typer.Option("--worst-batch", metavar="RULE", help=f"Batch to forecast: {_RULES_TEXT}."),
-]
-DataOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--data", metavar="FILE", help="Samples of --worst-batch: .jsonl with input_ids or length, or a count per line."
     ),
 ]
 EvalBatchOption = Annotated[
@@ -285,22 +269,6 @@ def parse_count(text: str | None, option: str) -> int | Literal["max"] | None:
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"{option} {text}: expected a whole number from 1 on, or max for the largest that fits")
     return int(text)
-
-
-def parse_worst_batch(rule: str | None, data: Path | None) -> BatchRule | None:
-    """Returns the rule of `--worst-batch`, checked to go together with `--data`.
-
-    Raises:
-        UsageError: the rule is unknown, or there are data without a rule that reads them, or the other way round.
-    """
-    found = next((known for known in BATCH_RULES if known == rule), None)
-    if rule is not None and found is None:
-        raise UsageError(f"--worst-batch: '{rule}' is not known; expected one of {_RULES_TEXT}")
-    if found in ("dataset", "p99") and data is None:
-        raise UsageError(f"--worst-batch {rule} needs --data FILE: {DATA_FORMATS}")
-    if data is not None and found not in ("dataset", "p99"):
-        raise UsageError(f"--data {data}: say which batch of it to forecast: --worst-batch dataset, or p99")
-    return found
 
 
 def parse_command(command: Sequence[str], ctx: typer.Context) -> Script:

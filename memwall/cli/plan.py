@@ -10,7 +10,6 @@ from memwall.cli.options import (
     AllowOption,
     AutocastOption,
     CheckpointingOption,
-    DataOption,
     DiskOption,
     DiskWritesOption,
     DtypeOption,
@@ -22,13 +21,11 @@ from memwall.cli.options import (
     ModeOption,
     NoDiskOption,
     OptimizerOption,
-    WorstBatchOption,
     parse_allow,
     parse_budget,
     parse_disk,
     parse_disk_writes,
     parse_host,
-    parse_worst_batch,
     require_writable,
     write_json,
 )
@@ -51,7 +48,6 @@ if TYPE_CHECKING:
     from memwall.planning.planfile import Plan
     from memwall.planning.recordings import Recordings
     from memwall.trace.records import Trace
-    from memwall.trace.sample_lengths import BatchChoice
 
 
 def plan(
@@ -85,8 +81,6 @@ def plan(
         int | None, typer.Option("--seq", min=1, metavar="N", help="With a config.json: tokens per sample.")
     ] = None,
     eval_batch: EvalBatchOption = None,
-    worst_batch: WorstBatchOption = None,
-    data: DataOption = None,
     optimizer: OptimizerOption = None,
     dtype: DtypeOption = None,
     autocast: AutocastOption = None,
@@ -127,10 +121,8 @@ def plan(
         "--lora": lora,
         "--eval-batch": eval_batch,
     }
-    rule = parse_worst_batch(worst_batch, data)
-    choice: BatchChoice | None = None
     if hardware is None or not is_spec(source):
-        given |= {"--worst-batch": rule, "--mask-share": mask_share}
+        given |= {"--mask-share": mask_share}
         unused = [option for option, value in given.items() if value is not None]
         if unused and hardware is None:
             raise UsageError(f"{', '.join(unused)}: only together with --device NAME")
@@ -147,11 +139,6 @@ def plan(
             batch = global_batch
         if asked is not None and host_bytes:
             host_bytes //= asked.num_ranks_per_node
-        if rule is not None:
-            from memwall.integrations.spec_trace import batch_of_spec
-
-            choice = batch_of_spec(source, rule, data=data, batch=batch, sequence=seq)
-            seq = choice.padded_length
         found = device_trace(
             source,
             hardware,
@@ -164,7 +151,6 @@ def plan(
             optimizer=optimizer,
             is_checkpointed=checkpointing,
             lora=lora,
-            is_padded=choice is not None and choice.is_padded,
             eval_batch=eval_batch,
         )
     if host_bytes:
@@ -173,14 +159,12 @@ def plan(
     trace = found.trace
     from msgspec.structs import replace
     from rich.console import Group
-    from rich.text import Text
 
     from memwall.cli.output import forecast_status, show
     from memwall.planning.device_phases import with_smallest_that_holds
     from memwall.planning.search import plan as search
     from memwall.planning.settings import Settings
     from memwall.report.budget_curve import budget_curve_view
-    from memwall.report.estimate_grids import batch_text
     from memwall.report.text import plan_report
 
     if hardware is None and device not in (None, trace.device):
@@ -189,8 +173,6 @@ def plan(
             "as in --device h100-80gb, or leave --device out"
         )
     if asked is not None:
-        if worst_batch is not None:
-            raise UsageError(f"--worst-batch {worst_batch}: not together with --ranks; give its length by --seq N")
         asked.check_batch(global_batch, trace)
         forecast = show_ranks(
             asked,
@@ -230,12 +212,10 @@ def plan(
         made = plan_for(budget_bytes)
     except InfeasibleError as error:
         if as_json:
-            write_json(replace(forecast_without_plan(trace, error), worst_batch=choice))
+            write_json(forecast_without_plan(trace, error))
         raise
     if found.evaluated is not None and not made.forecast.fits:
         made = with_smallest_that_holds(made, plan_for)
-    if choice is not None:
-        made = replace(made, forecast=replace(made.forecast, worst_batch=choice))
     if output is not None:
         made.save(output)
     shown = plan_report(made)
@@ -243,8 +223,6 @@ def plan(
         curve = curve_of(made, plan_for)
         made = replace(made, forecast=replace(made.forecast, curve=curve))
         shown = Group(shown, budget_curve_view(made.forecast))
-    if choice is not None:
-        shown = Group(shown, Text(f"\nWorst batch: {batch_text(choice)}."))
     show(shown, made.forecast, as_json=as_json)
     raise typer.Exit(forecast_status(made.forecast))
 

@@ -1,16 +1,14 @@
 """Holds `memwall.estimate`: what a training run needs on a device that is not here; the command prints it."""
 
 from os import PathLike, fspath
-from pathlib import Path
 
 from memwall.errors import UsageError
-from memwall.integrations.spec_trace import batch_of_spec, device_run_of_spec
+from memwall.integrations.spec_trace import device_run_of_spec
 from memwall.machine.hardware import hardware_named
 from memwall.planning.estimate import Estimate
 from memwall.planning.estimate import estimate as estimate_of_trace
 from memwall.predict.cuda.context import with_measured_context
 from memwall.predict.cuda_allocator.torch_releases import profile_for
-from memwall.trace.sample_lengths import BATCH_RULES, BatchRule
 from memwall.trace.workload import Workload
 from memwall.units import parse_size
 
@@ -32,8 +30,6 @@ def estimate(
     checkpointing: bool = False,
     lora: str | None = None,
     mask_share: float | None = None,
-    worst_batch: BatchRule | None = None,
-    data: str | PathLike[str] | None = None,
     torch_version: str | None = None,
 ) -> Estimate:
     """Returns the forecast of a training run on a device that is not here; nothing is allocated or downloaded.
@@ -54,8 +50,6 @@ def estimate(
             "r=16,targets=q_proj,v_proj"; without targets every linear layer but the output's gets one; with
             "base=nf4" these layers' weights are in 4 bits.
         mask_share: the share of rows that a data-dependent mask selects.
-        worst_batch: which batch to look for: "max-length", or "dataset" or "p99" of `data`.
-        data: a file of samples, see `memwall estimate --help`.
         torch_version: the release whose allocator is simulated; None for the one installed.
 
     Example:
@@ -75,38 +69,23 @@ def estimate(
     """
     if accumulate < 1 or (eval_batch is not None and eval_batch < 1):
         raise UsageError(f"accumulate is {accumulate}, eval_batch {eval_batch}; expected at least 1 of each")
-    if worst_batch is not None and worst_batch not in BATCH_RULES:
-        raise UsageError(f"worst_batch '{worst_batch}' is not known; expected one of {', '.join(BATCH_RULES)}")
     hardware = with_measured_context(hardware_named(device))
     if torch_version is not None:
         profile_for(torch_version)  # before the step is recorded, which takes longer
     budget_bytes = None if budget is None else parse_size(budget, whole_bytes=hardware.usable_bytes)
     if not isinstance(spec, Workload):
         spec = fspath(spec)
-    choice = None
-    if worst_batch is not None:
-        if isinstance(spec, Workload):
-            raise UsageError(f"worst_batch '{worst_batch}': a workload decides itself what its batch is; leave it out")
-        choice = batch_of_spec(
-            spec,
-            worst_batch,
-            data=None if data is None else Path(data),
-            batch=batch,
-            sequence=sequence,
-            num_micro_batches=accumulate,
-        )
     run = device_run_of_spec(
         spec,
         hardware,
         batch=batch,
-        sequence=sequence if choice is None else choice.padded_length,
+        sequence=sequence,
         dtype=dtype,
         optimizer=optimizer,
         autocast=autocast,
         is_checkpointed=checkpointing,
         lora=lora,
         mask_share=mask_share,
-        is_padded=choice is not None and choice.is_padded,
         eval_batch=eval_batch,
         num_micro_batches=accumulate,
     )
@@ -118,5 +97,4 @@ def estimate(
         evaluation=run.evaluation,
         eval_failure=run.failure,
         num_micro_batches=accumulate,
-        worst_batch=choice,
     )

@@ -7,18 +7,17 @@ from typing import TypedDict, Unpack
 
 from memwall.errors import MemwallError, NeedsValuesError, TraceError, UsageError
 from memwall.integrations.hugging_face.hf_config import config_path, hub_hint
-from memwall.integrations.hugging_face.hf_spec import hugging_face_workload, positions_of
+from memwall.integrations.hugging_face.hf_spec import hugging_face_workload
 from memwall.integrations.lower_precision import under_autocast
 from memwall.integrations.real_step import real_trace
 from memwall.machine.hardware import Hardware
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.roofline import Roofline
 from memwall.trace.fake import MOST_MICRO_BATCHES, RecordedRun, record_fake_run
-from memwall.trace.sample_lengths import DATA_FORMATS, BatchChoice, BatchRule, chosen_batch, read_lengths
 from memwall.trace.spec import describe_error, load_workload
 from memwall.trace.workload import Workload
 
-__all__ = ["SpecOptions", "batch_of_spec", "device_run_of_spec", "workload_of_spec"]
+__all__ = ["SpecOptions", "device_run_of_spec", "workload_of_spec"]
 
 
 class SpecOptions(TypedDict, total=False):
@@ -37,8 +36,7 @@ class SpecOptions(TypedDict, total=False):
     lora: str | None
     """Says which adapters are trained, for `hugging_face_workload`; None trains the weights."""
     is_checkpointed: bool
-    is_padded: bool
-    """Both: see `hugging_face_workload`."""
+    """See `hugging_face_workload`."""
 
 
 def workload_of_spec(spec: str | Workload, **options: Unpack[SpecOptions]) -> Workload:
@@ -61,7 +59,6 @@ def workload_of_spec(spec: str | Workload, **options: Unpack[SpecOptions]) -> Wo
             sequence=options.get("sequence"),
             dtype=options.get("dtype"),
             optimizer=options.get("optimizer") or "adamw",
-            is_padded=options.get("is_padded", False),
             is_checkpointed=is_checkpointed,
             lora=options.get("lora"),
         )
@@ -82,56 +79,6 @@ def workload_of_spec(spec: str | Workload, **options: Unpack[SpecOptions]) -> Wo
         )
     workload = load_workload(spec) if isinstance(spec, str) else spec
     return workload if autocast is None else under_autocast(workload, autocast)
-
-
-def batch_of_spec(
-    spec: str,
-    rule: BatchRule,
-    *,
-    data: Path | None = None,
-    batch: int | None = None,
-    sequence: int | None = None,
-    num_micro_batches: int = 1,
-) -> BatchChoice:
-    """Returns the batch of a configuration's model that a forecast is to be for.
-
-    Args:
-        rule: "max-length" for samples as long as the model has positions, or `sequence`; see `chosen_batch` for the
-            others, which read `data`.
-        batch: samples per forward; None is 1. sequence: what longer samples are cut to; None cuts none.
-        num_micro_batches: forwards in one optimizer step.
-
-    Raises:
-        UsageError: the spec is no configuration of a model of text, the data can't be read, or a sample is longer than
-            the model has positions.
-    """
-    if config_path(spec) is None:
-        raise UsageError(
-            f"--worst-batch {rule}: only with a Hugging Face config.json; '{spec}' decides itself what its batch is"
-        )
-    positions = positions_of(spec)
-    num_samples = 1 if batch is None else batch
-    if rule == "max-length":
-        padded_length = sequence or positions
-        if padded_length is None:
-            raise UsageError(f"--worst-batch max-length: nothing limits the positions of {spec}; give --seq N")
-        return BatchChoice(rule=rule, num_samples=num_samples, padded_length=padded_length)
-    if data is None:
-        raise UsageError(f"--worst-batch {rule} needs --data FILE: {DATA_FORMATS}")
-    choice = chosen_batch(
-        rule,
-        read_lengths(data),
-        data=str(data),
-        num_samples=num_samples,
-        most_tokens=sequence,
-        num_micro_batches=num_micro_batches,
-    )
-    if positions is not None and (choice.longest_length or 0) > positions:
-        raise UsageError(
-            f"{data}: sample {choice.longest_sample} has {choice.longest_length} tokens, but {spec} has {positions} "
-            f"positions; if longer samples are cut, say so with --seq {positions}"
-        )
-    return choice
 
 
 def device_run_of_spec(

@@ -17,7 +17,6 @@ from memwall.predict.device import MARGIN_BASIS, DeviceModel
 from memwall.predict.host import HostBytes, host_bytes_of
 from memwall.predict.phases import PhasePeak, phase_peaks, run_of, waiting_bytes
 from memwall.trace.records import Step, Trace
-from memwall.trace.sample_lengths import BatchChoice
 from memwall.trace.steps import steady_step
 from memwall.trace.workload_facts import workload_facts
 from memwall.units import format_bytes
@@ -64,7 +63,6 @@ def estimate(
     evaluation: Trace | None = None,
     eval_failure: str = "",
     num_micro_batches: int | None = None,
-    worst_batch: BatchChoice | None = None,
 ) -> Estimate:
     """Returns the forecast of a translated trace as it is, nothing treated.
 
@@ -76,7 +74,6 @@ def estimate(
         torch_version: release to simulate the allocator of; None for the one installed.
         evaluation: one evaluation, translated; None leaves it out, and `eval_failure` says why.
         num_micro_batches: forwards and backwards in a step; of many, two are recorded. None: as recorded.
-        worst_batch: how the batch was chosen, where it was.
 
     Raises:
         TraceError: the trace has no storage on a CUDA device.
@@ -155,12 +152,11 @@ def estimate(
         step_seconds=_seconds(steady, num_micro_batches) or None,
         not_modelled=(
             *model.not_modelled_in_steps(),
-            *_left_out(evaluated, eval_failure, host, worst_batch),
+            *_left_out(evaluated, eval_failure, host),
         ),
         binding=binding,
         relaxations=() if fits else relaxations(),
         workload=workload_facts(trace, num_micro_batches=num_micro_batches),
-        worst_batch=worst_batch,
         allocator=advice,
         product=hardware.product,
         torch_version=model.profile.version,
@@ -205,9 +201,7 @@ def _seconds(step: Step, num_micro_batches: int) -> float:
     return step_seconds(step) + num_more * sum(op.seconds for op in step.ops[boundaries[-1] : end])
 
 
-def _left_out(
-    evaluation: Step | None, eval_failure: str, host: HostBytes, worst_batch: BatchChoice | None
-) -> tuple[str, ...]:
+def _left_out(evaluation: Step | None, eval_failure: str, host: HostBytes) -> tuple[str, ...]:
     """Says what the forecast does not count in the phases around the training steps, and beside them."""
     found = []
     if evaluation is None:
@@ -215,12 +209,6 @@ def _left_out(
     else:
         found.append(evaluation_with_metrics(evaluation))
     found.append(f"a checkpoint read straight to the device, which takes {format_bytes(host.weights_bytes)} more there")
-    if worst_batch is None:
-        found.append("batches larger than this one")
-    elif worst_batch.num_longer_batches:
-        found.append(
-            f"{worst_batch.num_longer_batches} of {worst_batch.num_batches} batches, which are longer than this one, "
-            f"up to {worst_batch.longest_length} tokens"
-        )
+    found.append("batches larger than this one")
     found.append("data loader workers, and the data set in host memory; other processes on the device")
     return tuple(found)

@@ -8,7 +8,6 @@ from memwall.planning.action import Action
 from memwall.planning.ranks.forecast import RanksForecast
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.link_time import LinkTime
-from memwall.trace.sample_lengths import BatchChoice
 from memwall.trace.workload_facts import WorkloadFacts
 
 __all__ = ["BudgetPoint", "Forecast", "Lever", "PeakBytes"]
@@ -93,8 +92,6 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes that a step moves to the next tier and back, and their seconds; None where it moves nothing."""
     workload: WorkloadFacts | None = None
     """The training step that all of this is for; None in files written before it was kept."""
-    worst_batch: BatchChoice | None = None
-    """The batch that all of this is for, where one was looked for; else the one that was given or recorded."""
     allocator: AllocatorAdvice | None = None
     """Advice on the CUDA allocator for the same run without any action; None where it is not simulated."""
     ranks: RanksForecast | None = None

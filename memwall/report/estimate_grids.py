@@ -9,10 +9,9 @@ from memwall.units import format_bytes
 if TYPE_CHECKING:
     from memwall.planning.estimate import Estimate
     from memwall.predict.cuda_allocator.advice import AllocatorAdvice
-    from memwall.trace.sample_lengths import BatchChoice
     from memwall.trace.workload_facts import WorkloadFacts
 
-__all__ = ["allocator_facts", "batch_text", "estimate_facts", "workload_row"]
+__all__ = ["allocator_facts", "estimate_facts", "workload_row"]
 
 
 _ROUTES = {
@@ -50,8 +49,6 @@ def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
         ("step", f"at least {seconds_or_dash(seconds)} at data-sheet peaks" if seconds is not None else DASH),
         ("micro-batch", _micro_batch_text(estimate)),
     ]
-    if estimate.worst_batch is not None:
-        facts.append(("worst batch", batch_text(estimate.worst_batch)))
     if estimate.binding:
         facts.append(("what binds", "; ".join(estimate.binding)))
     return tuple(facts)
@@ -95,22 +92,6 @@ def allocator_facts(advice: "AllocatorAdvice | None") -> tuple[tuple[str, str], 
             instead = f"{advice.guarded_settings}: {format_bytes(advice.guarded_reserved_bytes)} reserved"
         facts.append(("not for runs with", f"{'; '.join(advice.guards)}. For these {instead}"))
     return tuple(facts)
-
-
-def batch_text(choice: "BatchChoice") -> str:
-    """Says which batch a forecast is for, and how much of the data is longer."""
-    text = f"{choice.num_samples} x {choice.padded_length} tokens"
-    if choice.rule == "max-length":
-        return f"{text}: every sample as long as allowed"
-    longest = f"sample {choice.longest_sample}, {choice.longest_length} tokens, in step {choice.longest_step} as read"
-    if choice.rule == "dataset":
-        text += f": the longest of {choice.num_batches} batches of {choice.data}; {longest}"
-    else:
-        share = share_percent(choice.num_longer_batches, choice.num_batches)
-        text += f": 99th percentile of {choice.num_batches} batches of {choice.data}; {share} are longer"
-        text += f", the longest by {longest}" if choice.num_longer_batches else ""
-    cut = choice.num_cut_samples
-    return f"{text}; {cut} longer {'sample' if cut == 1 else 'samples'} taken as cut" if cut else text
 
 
 def _host_text(estimate: "Estimate") -> str:

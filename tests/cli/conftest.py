@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cuda_history import MIB, History, frame
-from forecasts import LLAMA, OUTLIER, Run
+from forecasts import LLAMA, Run
 
 from memwall.cli.app import main
 
@@ -105,13 +105,3 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return status, json.loads(capsys.readouterr().out)
 
     return of
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> str:
-    """Samples of 100 to 163 tokens for a hundred batches of four, and a long one in the 50th."""
-    lengths = [100 + number % 64 for number in range(400)]
-    lengths[4 * 49 + 2] = OUTLIER
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"length": length}) + "\n" for length in lengths))
-    return str(path)

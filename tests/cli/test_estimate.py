@@ -144,8 +144,6 @@ def test_a_workload_is_estimated_without_a_file() -> None:
     assert (found.fits, found.micro_batch) == (True, 64)
     for options, message in (
         ({"batch": 2}, r"^--batch: the workload is a factory, which decides that itself"),
-        ({"worst_batch": "max-length"}, r"^worst_batch 'max-length': a workload decides itself what its batch is"),
-        ({"worst_batch": "longest"}, r"^worst_batch 'longest' is not known; expected one of max-length, dataset, p99$"),
         ({"accumulate": 0}, r"^accumulate is 0, eval_batch None; expected at least 1 of each$"),
         ({"budget": "much"}, r"^'much' is not a size"),
     ):

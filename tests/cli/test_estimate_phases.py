@@ -1,50 +1,11 @@
-"""`memwall estimate`: the worst batch of a data set, and every phase of a run."""
+"""`memwall estimate`: every phase of a run."""
 
 from pathlib import Path
 
-import jsonschema
 import pytest
-from forecasts import FACTORY, LLAMA, OUTLIER, SCHEMA, Run, estimated
-
-from memwall.cli.app import main
+from forecasts import FACTORY, LLAMA, Run, estimated
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.mark.requires("transformers")
-def test_an_outlier_of_the_data_decides_the_forecast(run: Run, config: str, data: str) -> None:
-    """The forecast is that of its length, and says which sample it is and when it comes."""
-    common = ("estimate", config, "--device", "h100-80gb", "--batch", "4", "--dtype", "bfloat16")
-    _, found = run(*common, "--worst-batch", "dataset", "--data", data)
-    jsonschema.validate(found, SCHEMA)
-    choice = found["worst_batch"]
-    assert (choice["rule"], choice["num_samples"], choice["padded_length"]) == ("dataset", 4, OUTLIER)
-    assert (choice["longest_sample"], choice["longest_step"]) == (199, 50)
-    _, same = run(*common, "--seq", str(OUTLIER))
-    # Padded to it, the other samples need a mask, and with it another attention kernel and more memory.
-    assert found["peak"]["allocated_bytes"] > same["peak"]["allocated_bytes"]
-    assert same["worst_batch"] is None
-    _, usual = run(*common, "--worst-batch", "p99", "--data", data)
-    assert (usual["worst_batch"]["padded_length"], usual["worst_batch"]["num_longer_batches"]) == (163, 1)
-    assert usual["peak"]["process_bytes"] < found["peak"]["process_bytes"]
-    assert any(line.startswith("1 of 100 batches, which are longer") for line in usual["not_modelled"])
-    _, longest = run(*common, "--worst-batch", "max-length")
-    assert longest["worst_batch"]["padded_length"] == LLAMA["max_position_embeddings"]
-
-
-@pytest.mark.requires("transformers")
-def test_the_table_names_the_worst_batch(capsys: pytest.CaptureFixture[str], config: str, data: str) -> None:
-    common = ("estimate", config, "--device", "h100-80gb", "--batch", "4", "--dtype", "bfloat16")
-    for options, expected in (
-        (("dataset", "--data", data), "4 x 1500 tokens: the longest of 100 batches"),
-        (("p99", "--data", data), "1.0% are longer, the longest by sample 199, 1500 tokens, in step 50 as read"),
-        (("dataset", "--data", data, "--seq", "200"), "in step 50 as read; 1 longer sample taken as cut"),
-        (("max-length",), "4 x 2048 tokens: every sample as long as allowed"),
-    ):
-        main([*common, "--worst-batch", *options])
-        shown = capsys.readouterr().out
-        # The path of the data is folded wherever the column ends.
-        assert "".join(expected.split()) in "".join(shown.split())
 
 
 @pytest.mark.requires("transformers")
@@ -98,20 +59,3 @@ def test_a_model_that_cannot_be_evaluated_is_estimated_without(run: Run, tmp_pat
     _, found = run("estimate", f"{path}:small", "--device", "l4")
     assert "eval" not in found["phases"]
     assert any("has no attribute 'missing'" in line for line in found["not_modelled"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("longest",), "--worst-batch: 'longest' is not known; expected one of max-length, dataset, p99"),
-        (("dataset",), "--worst-batch dataset needs --data FILE: a .jsonl file whose objects have 'input_ids'"),
-        (("max-length", "--data", "d"), "--data d: say which batch of it to forecast: --worst-batch dataset, or p99"),
-        (("p99", "--data", "missing"), "cannot read missing: No such file or directory; expected a .jsonl"),
-    ],
-)
-def test_a_batch_that_cannot_be_found_is_one_clear_error(
-    options: tuple[str, ...], message: str, config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for command in (("estimate",), ("plan", "--budget", "50%")):
-        assert main([*command, config, "--device", "l4", "--worst-batch", *options]) == 2
-        assert message in capsys.readouterr().err

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from figures import untagged, without_unit
-from forecasts import FACTORY, LLAMA, MIB, OPTIONS, OUTLIER, SCHEMA, Run, estimated
+from forecasts import FACTORY, LLAMA, MIB, OPTIONS, SCHEMA, Run, estimated
 
 from memwall.apply.optimizer_state import cpu_speed
 from memwall.cli.app import main
@@ -269,32 +269,6 @@ def test_a_trace_recorded_on_a_cpu_is_planned_for_a_device(run: Run, tmp_path: P
 def test_options_of_a_configuration_need_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "t.trace", "--budget", "1GiB", "--batch", "2"]) == 2
     assert "--batch: only together with --device NAME" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.requires("transformers")
-def test_a_plan_is_made_for_the_worst_batch(
-    run: Run, config: str, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The plan fits the outlier's batch, says so, and keeps it in its file."""
-    output = tmp_path / "plan.json"
-    command = ("plan", config, "--device", "h100-80gb", "--batch", "4", "--dtype", "bfloat16", "--budget", "5GiB")
-    status, found = run(*command, "--worst-batch", "dataset", "--data", data, "-o", str(output))
-    jsonschema.validate(found, SCHEMA)
-    assert status == 0
-    assert found["worst_batch"]["longest_step"] == 50
-    forecast = Plan.load(output).forecast
-    assert forecast.worst_batch is not None
-    assert forecast.worst_batch.padded_length == OUTLIER
-    _, same = run(*command, "--seq", str(OUTLIER))
-    assert found["plain_peak"]["allocated_bytes"] > same["plain_peak"]["allocated_bytes"]
-    assert main([*command, "--worst-batch", "max-length"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "Worst batch: 4 x 2048 tokens: every sample as long as allowed." in shown
-    status, found = run(*command[:-1], "310MiB", "--worst-batch", "dataset", "--data", data)
-    assert (status, found["fits"], found["worst_batch"]["padded_length"]) == (3, False, OUTLIER)
-    assert main(["plan", "t.trace", "--budget", "1GiB", "--worst-batch", "max-length"]) == 2
-    assert "--worst-batch: only together with --device NAME" in capsys.readouterr().err
 
 
 def test_a_step_on_the_cpu_is_measured_for_every_way_to_record_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

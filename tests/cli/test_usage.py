@@ -23,7 +23,7 @@ OPTIONS = {
     "export": {"--to", "--output", "--world-size", "--disk", "--json"}
     | {"--job", "--image", "--script", "--ranks-per-node"},
     "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"}
-    | {"--worst-batch", "--data", "--accumulate", "--eval-batch", "--autocast", "--checkpointing", "--lora", "--torch"},
+    | {"--accumulate", "--eval-batch", "--autocast", "--checkpointing", "--lora", "--torch"},
     "plan": {
         "--budget",
         "--device",
@@ -37,7 +37,7 @@ OPTIONS = {
         "--output",
     }
     | {"--json"}
-    | {"--batch", "--seq", "--optimizer", "--dtype", "--worst-batch", "--data", "--mask-share"}
+    | {"--batch", "--seq", "--optimizer", "--dtype", "--mask-share"}
     | {"--autocast", "--checkpointing", "--lora", "--eval-batch", "--curve"}
     | {"--ranks", "--ranks-per-node", "--link", "--explain"},
     "profile": {"--output", "--steps", "--json"},

@@ -75,14 +75,6 @@ def _config(data: bytes, folder: Path) -> None:
     read_config(path)
 
 
-def _lengths(data: bytes, folder: Path) -> None:
-    from memwall.trace.sample_lengths import read_lengths
-
-    path = folder / "data.jsonl"
-    path.write_bytes(data)
-    read_lengths(path)
-
-
 def _allocator_settings(data: bytes, folder: Path) -> None:
     from memwall.predict.cuda_allocator.allocator_settings import parse_settings
     from memwall.predict.cuda_allocator.torch_releases import profile_for
@@ -98,7 +90,6 @@ READERS: dict[str, Callable[[bytes, Path], None]] = {
     "snapshot": _snapshot,
     "steps": _steps,
     "config": _config,
-    "lengths": _lengths,
     "allocator_settings": _allocator_settings,
 }
 

@@ -48,6 +48,5 @@ def seeds(folder: Path) -> dict[str, list[bytes]]:
             b'{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, '
             b'"intermediate_size": 128, "vocab_size": 100, "torch_dtype": "bfloat16"}'
         ],
-        "lengths": [b'{"length": 12}\n{"input_ids": [1, 2, 3]}\n'],
         "allocator_settings": [b"expandable_segments:True,max_split_size_mb:64,roundup_power2_divisions:[256:1,>:8]"],
     }

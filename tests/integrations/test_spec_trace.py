@@ -1,19 +1,15 @@
-"""Any SPEC: a configuration or a factory, and what neither is; the batch of a data set that a forecast is for."""
+"""Any SPEC: a configuration or a factory, and what neither is."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_steps import record_fake
-from torch.nn.utils.rnn import pad_sequence
 
 from memwall.errors import TraceError, UsageError
-from memwall.integrations.spec_trace import batch_of_spec, device_run_of_spec, workload_of_spec
+from memwall.integrations.spec_trace import device_run_of_spec, workload_of_spec
 from memwall.machine.hardware import hardware_named
 from memwall.predict.curve import live_peak_bytes
-from memwall.trace.trace_builder import TraceBuilder, run_recorded
 
 A100 = hardware_named("a100-80gb")
 FACTORY = """
@@ -157,95 +153,11 @@ TINY = {
     "vocab_size": 96,
     "max_position_embeddings": 128,
 }
-T5_CHANGE = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "max_position_embeddings": None}
-VIT_CHANGE = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32, "patch_size": 8}
-BATCH, OUTLIER_STEP, OUTLIER_LENGTH = 2, 50, 96
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    """Samples of 8 to 15 tokens for 60 steps of two, and one long one in step 50."""
-    lengths = [8 + number % 8 for number in range(60 * BATCH)]
-    lengths[BATCH * (OUTLIER_STEP - 1) + 1] = OUTLIER_LENGTH
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"input_ids": [1] * length}) + "\n" for length in lengths))
-    return path
-
-
-@pytest.mark.slow
-@pytest.mark.requires("transformers")
-def test_the_peak_of_a_run_whose_longest_sample_comes_late_is_foreseen(data: Path, written: Any) -> None:
-    """GIVEN an outlier in step 50 WHEN the batches are trained on THEN step 50 has the peak that was foreseen."""
-    spec = written(TINY)
-    choice = batch_of_spec(spec, "dataset", data=data, batch=BATCH)
-    assert (choice.longest_step, choice.longest_sample) == (OUTLIER_STEP, BATCH * OUTLIER_STEP)
-    shape = {"batch": choice.num_samples, "sequence": choice.padded_length}
-    workload = workload_of_spec(spec, **shape, optimizer="adamw-foreach", is_padded=choice.is_padded)
-    foreseen = live_peak_bytes(record_fake(workload, has_cpu_workspaces=True).steps[1], "cpu")
-    rows = [json.loads(line)["input_ids"] for line in data.read_text().splitlines()]
-    model = workload.make_model()
-    optimizer = workload.make_optimizer(model)
-    builder = TraceBuilder([model])
-    peaks = {}
-    for step in (1, OUTLIER_STEP - 1, OUTLIER_STEP):
-        texts = rows[BATCH * (step - 1) : BATCH * step]
-        tokens = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
-        batch = {"input_ids": tokens, "attention_mask": (tokens > 0).long(), "labels": tokens.clone()}
-        trace = run_recorded(builder, workload, model, optimizer, batch, num_steps=1)
-        peaks[step] = live_peak_bytes(trace.steps[-1], "cpu")
-    assert max(peaks, key=lambda step: peaks[step]) == OUTLIER_STEP
-    assert peaks[OUTLIER_STEP] > 1.5 * peaks[OUTLIER_STEP - 1]
-    assert foreseen == pytest.approx(peaks[OUTLIER_STEP], rel=0.02)
-
-
-@pytest.mark.requires("transformers")
-def test_a_percentile_leaves_the_outlier_out(data: Path, written: Any) -> None:
-    """Sixty batches: the one that is longer is more than a hundredth of them, so it is the percentile itself."""
-    spec = written(TINY)
-    assert batch_of_spec(spec, "p99", data=data, batch=BATCH).padded_length == OUTLIER_LENGTH
-    long = data.with_name("long.txt")
-    long.write_text("96\n" + "12\n" * 299)
-    choice = batch_of_spec(spec, "p99", data=long, batch=BATCH)
-    assert (choice.padded_length, choice.num_longer_batches, choice.num_batches) == (12, 1, 150)
-
-
-@pytest.mark.requires("transformers")
-def test_without_data_samples_are_as_long_as_the_model_allows(written: Any) -> None:
-    spec = written(TINY)
-    assert batch_of_spec(spec, "max-length", batch=3).padded_length == 128
-    assert batch_of_spec(spec, "max-length", batch=3, sequence=40).padded_length == 40
-    assert batch_of_spec(spec, "max-length").num_samples == 1
-
-
-@pytest.mark.requires("transformers")
-@pytest.mark.parametrize(
-    ("change", "rule", "sequence", "message"),
-    [
-        ({"max_position_embeddings": 64}, "dataset", None, r"sample 100 has 96 tokens, but .* has 64 positions; .*64$"),
-        (T5_CHANGE, "max-length", None, r"max-length: nothing limits the positions of .*; give --seq N$"),
-        (VIT_CHANGE, "max-length", None, r"batches for image classification are not padded to a number of tokens; "),
-    ],
-)
-def test_a_batch_that_the_model_cannot_take_is_refused(
-    change: dict[str, Any], rule: Any, sequence: int | None, message: str, data: Path, written: Any
-) -> None:
-    config = {name: value for name, value in {**TINY, **change}.items() if value is not None}
-    with pytest.raises(UsageError, match=message):
-        batch_of_spec(written(config), rule, data=data, batch=BATCH, sequence=sequence)
-
-
-@pytest.mark.requires("transformers")
-def test_samples_that_are_cut_fit_the_models_positions(data: Path, written: Any) -> None:
-    spec = written({**TINY, "max_position_embeddings": 64})
-    choice = batch_of_spec(spec, "dataset", data=data, batch=BATCH, sequence=64)
-    assert (choice.padded_length, choice.num_cut_samples) == (64, 1)
 
 
 def test_a_factory_decides_its_batches_itself(tmp_path: Path) -> None:
     path = tmp_path / "training.py"
     path.write_text(FACTORY)
-    with pytest.raises(UsageError, match=r"^--worst-batch max-length: only with a Hugging Face config"):
-        batch_of_spec(f"{path}:small", "max-length")
     with pytest.raises(UsageError, match=r"^--eval-batch: '.*:small' is a factory, which decides that itself"):
         device_run_of_spec(f"{path}:small", A100, eval_batch=2)
     run = device_run_of_spec(f"{path}:small", A100)

@@ -8,7 +8,7 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DEFAULT_SEQUENCE", "HEADS", "ONLY_BY_NAME", "TEXT_HEADS", "Batch", "Head", "in_dtype", "padded"]
+__all__ = ["DEFAULT_SEQUENCE", "HEADS", "ONLY_BY_NAME", "TEXT_HEADS", "Batch", "Head", "in_dtype"]
 
 Batch = dict[str, "Tensor"]
 
@@ -53,16 +53,6 @@ def in_dtype(make: Callable[[], Batch], dtype: str) -> Batch:
     return {
         name: value.to(getattr(torch, dtype)) if value.is_floating_point() else value for name, value in make().items()
     }
-
-
-def padded(make: Callable[[], Batch]) -> Batch:
-    """Returns the batch with the last token of all texts but the first left out, as data collators mark it."""
-    made = make()
-    mask, labels = made["attention_mask"], made["labels"]
-    mask[1:, -1] = 0
-    if labels.shape == mask.shape:
-        labels[1:, -1] = -100
-    return made
 
 
 def _tokens(config: Any, batch: int, sequence: int | None) -> "Tensor":

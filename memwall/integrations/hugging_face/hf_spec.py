@@ -20,7 +20,6 @@ from memwall.integrations.hugging_face.hf_heads import (
     Batch,
     Head,
     in_dtype,
-    padded,
 )
 from memwall.integrations.hugging_face.hf_lora import Lora, parse_lora, with_adapters
 from memwall.integrations.hugging_face.hf_optimizers import check_optimizer, make_optimizer
@@ -42,7 +41,6 @@ def hugging_face_workload(
     sequence: int | None = None,
     dtype: str | None = None,
     optimizer: str = "adamw",
-    is_padded: bool = False,
     is_checkpointed: bool = False,
     lora: str | None = None,
 ) -> Workload:
@@ -56,7 +54,6 @@ def hugging_face_workload(
         dtype: of weights and activations, a name of one of `DTYPES`; None takes what the configuration names, as
             transformers loads such a model, and float32 where it names none.
         optimizer: one of `memwall.integrations.hugging_face.hf_optimizers.OPTIMIZERS`.
-        is_padded: all texts but the first are padded to `sequence`, so that the batch needs its mask.
         is_checkpointed: the model recomputes its layers in backward, as with the Trainer's `gradient_checkpointing`.
         lora: the adapters that are trained in place of the weights, see `parse_lora`; None trains the weights.
 
@@ -89,8 +86,6 @@ def hugging_face_workload(
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # files of transformers 5 lack it
     make_batch = partial(head.batch, config, batch, sequence)
-    if is_padded:
-        make_batch = partial(padded, make_batch)
     return Workload(
         model=partial(_model, path, config, head, dtype, is_checkpointed, adapters),
         batch=partial(in_dtype, make_batch, dtype),
