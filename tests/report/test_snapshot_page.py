@@ -95,7 +95,7 @@ def test_where_the_events_say_none_all_is_unknown(history: History, tmp_path: Pa
     curve = curve_of_device(loaded(tmp_path, history.snapshot()))
     assert list(layers_of(curve)) == ["unknown", "stranded", "idle segments"]
     assert layers_of(curve)["unknown"] == [0, 0, 8, 12, 14, 14, 6]
-    assert curve.summary == "most held 20.0 MiB, after event 1 of 6"
+    assert curve.summary == "most held 20.0 MiB, after event 4 of 6"
 
 
 def test_blocks_of_before_the_recording_are_unknown(history: History, tmp_path: Path) -> None:
