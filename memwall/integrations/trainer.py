@@ -14,7 +14,6 @@ from torch import nn
 
 from memwall.errors import InfeasibleError, IntegrationError, UsageError
 from memwall.integrations.accelerate import set_by_loop, torch_optimizer
-from memwall.integrations.data_lengths import LengthWatch, longest_sample
 from memwall.integrations.preflight import check_arguments
 from memwall.integrations.trainer_steps import TrainerSteps, trainer_of
 from memwall.logs import tell
@@ -91,15 +90,12 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             open_session, budget=budget, plan=plan, disk=disk, disk_writes=disk_writes, allow=self._allow
         )
         self._model: nn.Module | None = None
-        self._lengths: LengthWatch | None = None
         self._steps: TrainerSteps | None = None
 
     def close(self, *, completed: bool = True) -> None:
         """Ends the session: the model is as it was. Done by itself when training ends."""
         if self._steps is not None:
             self._steps.take_back()
-        if self._lengths is not None:
-            self._lengths.close()
         if self.session is not None:
             self.session.close(completed=completed)
 
@@ -164,8 +160,6 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             self._open(called)
         assert self.session is not None
         self.session.add_optimizer(torch_optimizer(optimizer))
-        longest = longest_sample(getattr(kwargs.get("train_dataloader"), "dataset", None))
-        self._lengths = None if longest is None else LengthWatch(self._model, longest)
         if self._steps is not None:
             self._steps.hand_over()
 
@@ -173,8 +167,6 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         """Makes and applies the plan after the first step, before anything is evaluated or saved.
 
         Later steps end training where the budget was passed and that was asked for.
-
-        A longer sample than those of that step, anywhere in the data, is a warning now and not an error later.
 
         Raises:
             InfeasibleError: nothing fits; says which arguments would make it fit, if some do.
@@ -186,9 +178,6 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         except InfeasibleError as error:
             self.close(completed=False)
             raise self._with_arguments(error, args) from error
-        if self._lengths is not None and self.session.state == "running":
-            self._lengths.compare()
-            self._lengths = None
         if self._stops and self.session.budget_bytes and self.session.measured.has_plan:
             control.should_training_stop = self._is_exceeded(state) or control.should_training_stop
 
