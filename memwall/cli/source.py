@@ -10,12 +10,10 @@ from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device, devices_of
 from memwall.predict.snapshot.compared_settings import with_settings
-from memwall.predict.snapshot.fit_on_device import FitOnDevice, fits_on
 from memwall.predict.snapshot.timeline import Timeline
 from memwall.trace.tags import Tag
 
 if TYPE_CHECKING:
-    from memwall.machine.hardware import Hardware
     from memwall.trace.snapshot.records import Snapshot
 
 __all__ = ["SnapshotSummary", "Source", "analysed_devices", "kind_of", "snapshot_summary", "source_kind"]
@@ -28,13 +26,11 @@ _HEAD_BYTES = 64
 class SnapshotSummary(Struct, frozen=True, kw_only=True):
     """Holds a CUDA memory snapshot in figures, for scripts; the device that holds most comes first."""
 
-    schema: str = "memwall.snapshot-summary/1"
+    schema: str = "memwall.snapshot-summary/2"
     tag: Tag = "external"
     """Belongs to all but what was simulated under allocator settings, which says so itself."""
     devices: tuple[DeviceAnalysis, ...]
     allocator_settings: dict[str, str]
-    fits: tuple[FitOnDevice, ...] = ()
-    """Whether each device's run would fit on another one, where that was asked."""
 
 
 def kind_of(path: Path) -> Literal["trace", "snapshot", "json", "other"]:
@@ -88,32 +84,17 @@ def source_kind(path: Path, *, expected: str) -> Source:
     raise UsageError(f"{path} is neither a plan nor a run report: at $.schema found {schema!r}; expected {expected}")
 
 
-def snapshot_summary(
-    snapshot: "Snapshot",
-    torch_version: str | None = None,
-    *,
-    hardware: "Hardware | None" = None,
-) -> SnapshotSummary:
+def snapshot_summary(snapshot: "Snapshot", torch_version: str | None = None) -> SnapshotSummary:
     """Returns peak, holders, fragmentation and the best allocator settings of every device.
 
     Args:
         torch_version: release that wrote it, which a snapshot does not say; None for the likeliest, the one at hand.
-        hardware: device that is asked whether the run would fit on it.
 
     Raises:
-        UsageError: the version cannot be read, or whether the run would fit cannot be told.
+        UsageError: the version cannot be read.
     """
     devices = analysed_devices(snapshot, torch_version)
-    fits: list[FitOnDevice] = []
-    for analysis, timeline in devices if hardware is not None else ():
-        assert hardware is not None
-        found = fits_on(analysis, timeline.recording, hardware)
-        if not found:
-            raise UsageError(f"whether the run of GPU {analysis.device} fits on {hardware.name}: {analysis.notes[-1]}")
-        fits += found
-    return SnapshotSummary(
-        devices=tuple(analysis for analysis, _ in devices), allocator_settings=snapshot.settings, fits=tuple(fits)
-    )
+    return SnapshotSummary(devices=tuple(analysis for analysis, _ in devices), allocator_settings=snapshot.settings)
 
 
 def analysed_devices(

@@ -3,18 +3,14 @@
 The moments that matter, who held the peak, what pins free memory, and what other allocator settings would have saved.
 """
 
-from collections.abc import Sequence
-
 from memwall.predict.curve import Share
 from memwall.predict.snapshot.analysis import DeviceAnalysis, Moment
-from memwall.predict.snapshot.fit_on_device import FitOnDevice
 from memwall.report.grid import Grid, error_percent, share_grid, share_percent
 from memwall.units import format_bytes
 
 __all__ = [
     "SNAPSHOT_SCOPE",
     "failure_grid",
-    "fit_grids",
     "holder_grids",
     "moment_grid",
     "pin_grid",
@@ -167,20 +163,6 @@ def settings_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
         text_columns=(0, 1),
     )
     return figures, texts
-
-
-def fit_grids(fits: Sequence[FitOnDevice]) -> tuple[Grid, ...]:
-    """Says whether a recorded run would fit on another device, under each of some settings."""
-    if not fits:
-        return ()
-    least, most = (format_bytes(nbytes) for nbytes in fits[0].capacity_bytes)
-    figures = Grid(
-        title=f"On {fits[0].device}, {fits[0].level}: {least} to {most} for the allocator",
-        columns=("PYTORCH_CUDA_ALLOC_CONF", "", "most held", "retries"),
-        rows=tuple((fit.settings, fit.outcome, format_bytes(fit.reserved_bytes), str(fit.num_retries)) for fit in fits),
-        text_columns=(0, 1),
-    )
-    return (figures,)
 
 
 def _parts(moment: Moment) -> dict[str, str]:

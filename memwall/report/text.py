@@ -13,7 +13,6 @@ from memwall.observe.run_report import RankSpread, RunReport
 from memwall.planning.forecast import Forecast
 from memwall.planning.planfile import Plan
 from memwall.predict.snapshot.analysis import DeviceAnalysis
-from memwall.predict.snapshot.fit_on_device import FitOnDevice
 from memwall.report.estimate_grids import estimate_facts, workload_row
 from memwall.report.grid import Grid
 from memwall.report.plan_grids import Fit, action_grid, fit_of, forecast_phase_grid, lever_grid, plan_facts
@@ -24,7 +23,7 @@ from memwall.report.run_grids import (
     run_grid,
     time_findings,
 )
-from memwall.report.snapshot_grids import SNAPSHOT_SCOPE, fit_grids, snapshot_grids, snapshot_verdict
+from memwall.report.snapshot_grids import SNAPSHOT_SCOPE, snapshot_grids, snapshot_verdict
 from memwall.report.trace_grids import (
     HighestPoint,
     highest_point,
@@ -113,17 +112,12 @@ def trace_scope(trace: Trace) -> str:
     )
 
 
-def snapshot_report(analyses: Sequence[DeviceAnalysis], fits: Sequence[FitOnDevice] = ()) -> Group:
-    """Says what held the peak of each device of a CUDA snapshot: `memwall explain snapshot.pickle`.
-
-    Args:
-        fits: whether they would fit on another device, where that was asked.
-    """
+def snapshot_report(analyses: Sequence[DeviceAnalysis]) -> Group:
+    """Says what held the peak of each device of a CUDA snapshot: `memwall explain snapshot.pickle`."""
     parts: list[RenderableType] = []
     for analysis in analyses:
         parts.append(shown_verdict(("no-budget", snapshot_verdict(analysis))))
         parts += [_table(grid) for grid in snapshot_grids(analysis)]
-        parts += [_table(grid) for grid in fit_grids([fit for fit in fits if fit.recorded_device == analysis.device])]
         if analysis.notes:
             parts.append(Text("\n".join(f"Note: {note}." for note in analysis.notes)))
     if not parts:

@@ -121,7 +121,7 @@ def test_a_snapshot_is_explained(made: Path, capsys: pytest.CaptureFixture[str])
 def test_a_snapshot_is_explained_to_scripts(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"{made}/s8.pickle", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["schema"] == "memwall.snapshot-summary/1"
+    assert found["schema"] == "memwall.snapshot-summary/2"
     (device,) = found["devices"]
     assert device["by_line"] == [{"name": "me/train.py:3 step", "num_bytes": 8 * MIB}]
     assert device["peak"]["fragmentation"]["split_free_bytes"] == 12 * MIB

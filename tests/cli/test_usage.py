@@ -19,7 +19,7 @@ OPTIONS = {
     "checkpoint": {"--to", "--output", "--json"},
     "demo": {"--budget", "--out", "--json"},
     "doctor": {"--disk", "--json"},
-    "explain": {"--torch", "--device", "--json"},
+    "explain": {"--torch", "--json"},
     "export": {"--to", "--output", "--world-size", "--disk", "--json"}
     | {"--job", "--image", "--script", "--ranks-per-node"},
     "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"}
