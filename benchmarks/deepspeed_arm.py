@@ -31,7 +31,6 @@ from raw_disk import io_bytes
 from torch.utils.checkpoint import checkpoint
 from workloads import GPT, WORKLOADS
 
-from memwall.integrations.deepspeed import require_deepspeed
 from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan
@@ -170,7 +169,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains and prints the object; what DeepSpeed prints goes to standard error."""
     options = _options(arguments)
-    require_deepspeed()
     torch.set_num_threads(options.threads)
     os.environ.update(meeting_place(1), RANK="0", LOCAL_RANK="0", DS_ACCELERATOR="cpu")
     result = os.dup(1)

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 OUTPUT = HERE / "results" / "cpu" / "fuzz.json"
 PAGE = HERE.parent / "docs" / "guarantees.md"
 PROGRAM = HERE.parent / "tests" / "fuzz" / "fuzz.py"
-READERS = ("trace", "trace_file", "plan", "run", "snapshot", "steps", "config", "lengths", "allocator_settings")
+READERS = ("trace", "trace_file", "plan", "run", "snapshot", "steps", "config", "allocator_settings")
 BEGIN, END = "<!-- benchmarks/fuzzing.py writes from here -->", "<!-- to here -->"
 
 

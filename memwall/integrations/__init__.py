@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memwall.integrations.accelerate import MemwallPlugin as MemwallPlugin
     from memwall.integrations.deepspeed import apply_rest as apply_rest
-    from memwall.integrations.deepspeed import check_resume as check_resume
-    from memwall.integrations.deepspeed import load_checkpoint as load_checkpoint
     from memwall.integrations.dlrover import TunedBatch as TunedBatch
     from memwall.integrations.dlrover import tuned_batch as tuned_batch
     from memwall.integrations.lightning import LightningCallback as LightningCallback
@@ -22,8 +20,6 @@ _HOMES = {
     "MemwallPlugin": "memwall.integrations.accelerate",
     "TunedBatch": "memwall.integrations.dlrover",
     "apply_rest": "memwall.integrations.deepspeed",
-    "check_resume": "memwall.integrations.deepspeed",
-    "load_checkpoint": "memwall.integrations.deepspeed",
     "tuned_batch": "memwall.integrations.dlrover",
 }
 __all__ = sorted(_HOMES)

@@ -1,13 +1,10 @@
 """Leaves sharding and swapping to DeepSpeed's engine where several devices take part, and does the rest of a plan.
 
 `plan.deepspeed_config()` is what DeepSpeed is given. Its engine trains; `apply_rest` does to the model in it what
-DeepSpeed has nothing for. Resuming goes through `load_checkpoint`, which puts back what DeepSpeed would lose without a
-word (docs/deepspeed.md has the reproduction).
+DeepSpeed has nothing for.
 """
 
-import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +16,6 @@ from memwall.apply.optimizer_state.state_keeper import StateKeeper
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import Zero, handler_of
 from memwall.errors import IntegrationError
-from memwall.integrations.deepspeed_resume import check_resumable, restore_swapped
 from memwall.integrations.preflight import check_config
 from memwall.planning.action import Action
 from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
@@ -30,27 +26,10 @@ __all__ = [
     "Rest",
     "apply_rest",
     "check_config",
-    "check_resume",
     "deepspeed_config",
-    "load_checkpoint",
     "not_expressed",
     "remarks",
-    "require_deepspeed",
 ]
-
-
-def require_deepspeed() -> None:
-    """Checks that DeepSpeed is installed.
-
-    Raises:
-        IntegrationError: it is not; the message says what to install.
-    """
-    if importlib.util.find_spec("deepspeed") is None:
-        raise IntegrationError(
-            "DeepSpeed is not installed; install it with `pip install 'torch-memwall[deepspeed]'`. It compiles its "
-            "operators when they are first used: that takes a C++ compiler, and for NVMe the headers of libaio "
-            "(Debian and Ubuntu: g++ and libaio-dev)"
-        )
 
 
 class Rest:
@@ -112,70 +91,6 @@ def apply_rest(engine: Any, plan: Plan, *, disk: str | None = None) -> Rest:
         if reason is not None:
             raise IntegrationError(reason)
     return Rest(engine, tuple(handler.under_deepspeed() for handler in handlers), disk)
-
-
-def check_resume(config: Mapping[str, Any]) -> None:
-    """Checks that DeepSpeed's own `load_checkpoint`, which the Trainer calls, restores all that training had.
-
-    Args:
-        config: the configuration that the run is resumed with.
-
-    Raises:
-        IntegrationError: it would lose state, or fail; the message has the ways out.
-    """
-    if _device_of(config, "offload_optimizer") == "nvme":
-        raise IntegrationError(
-            "DeepSpeed's own load_checkpoint loses an optimizer on NVMe: it copies the moments back beside the run and "
-            "never reads them, so that Adam starts again from zero, and parameter groups below 1 MiB get back the "
-            "values they were initialized with; nothing says so. Load with memwall.integrations."
-            'load_checkpoint, which puts both back, or train and resume with offload_optimizer.device "cpu" and '
-            "parameters not on NVMe"
-        )
-    _check_parameters(config)
-
-
-def load_checkpoint(engine: Any, load_dir: str, tag: str | None = None, **arguments: Any) -> Any:
-    """Calls `engine.load_checkpoint(load_dir, tag, **arguments)`, and with the optimizer on NVMe does what that omits.
-
-    Raises:
-        IntegrationError: the checkpoint is cut short or does not fit the engine, this version of DeepSpeed is another
-            than known, or it cannot load this at all; nothing was loaded.
-    """
-    require_deepspeed()
-    config = _configuration(engine)
-    if _device_of(config, "offload_optimizer") != "nvme":
-        _check_parameters(config)
-        return engine.load_checkpoint(load_dir, tag, **arguments)
-    for name in ("load_optimizer_states", "load_module_only", "load_module_strict"):
-        if name in arguments:
-            raise IntegrationError(
-                f"{name} is given, and with the optimizer on NVMe a checkpoint is loaded whole or not at all: weights "
-                "are in the same files as the moments; leave it out"
-            )
-    tag = tag if tag is not None else _latest(load_dir)
-    saved = check_resumable(engine, load_dir, tag)
-    found = engine.load_checkpoint(load_dir, tag, **arguments)
-    restore_swapped(engine, saved)
-    return found
-
-
-def _latest(load_dir: str) -> str:
-    path = Path(load_dir) / "latest"
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise IntegrationError(
-            f"cannot read {path}: {error.strerror or error}; give the folder that engine.save_checkpoint was given, or "
-            "a tag"
-        ) from error
-
-
-def _check_parameters(config: Mapping[str, Any]) -> None:
-    if _device_of(config, "offload_param") == "nvme":
-        raise IntegrationError(
-            "DeepSpeed cannot resume with parameters on NVMe and the optimizer elsewhere: its load_checkpoint ends "
-            "with \"'NoneType' object has no attribute 'data'\". Have both on NVMe, or parameters in memory"
-        )
 
 
 def _configuration(engine: Any) -> Mapping[str, Any]:

@@ -178,8 +178,8 @@ def remarks(plan: Plan, config: dict[str, Any]) -> tuple[str, ...]:
         found.append(f"DeepSpeed holds {format_bytes(buffers_bytes)} of buffers for parameters, locked in memory")
     if zero.get("offload_optimizer", {}).get("device") == "nvme":
         found.append(
-            "DeepSpeed's load_checkpoint loses the moments of an optimizer on NVMe: resume through "
-            "memwall.integrations.load_checkpoint, which puts them back"
+            "DeepSpeed's load_checkpoint loses the moments of an optimizer on NVMe and says nothing: a run that is to "
+            'be resumed has offload_optimizer.device "cpu"'
         )
     if zero["stage"] > 0:
         peak_text = format_bytes(plan.forecast.peak.process_bytes)

@@ -309,8 +309,8 @@ def test_remarks_say_where_deepspeed_does_it_otherwise(tmp_path: Path, monkeypat
         "the plan runs forward under bfloat16 autocast; DeepSpeed keeps bfloat16 weights and float32 master copies of "
         "them, which is other rounding and another number of bytes",
         "DeepSpeed holds 10.0 MiB of buffers for parameters, locked in memory",
-        "DeepSpeed's load_checkpoint loses the moments of an optimizer on NVMe: resume through "
-        "memwall.integrations.load_checkpoint, which puts them back",
+        "DeepSpeed's load_checkpoint loses the moments of an optimizer on NVMe and says nothing: a run that is to be "
+        'resumed has offload_optimizer.device "cpu"',
         "the forecast of 4.00 GiB is for one process without DeepSpeed; ZeRO 3 differs",
     )
     assert remarks(a_plan(), a_plan().deepspeed_config(world_size=1)) == ()

@@ -97,8 +97,7 @@ def train_deepspeed(args: argparse.Namespace) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(parameters_of(model, args.groups), lr=LEARNING_RATE)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if args.load is not None:
-        load = engine.load_checkpoint if args.unguarded else lambda path: integration.load_checkpoint(engine, path)
-        load(args.load)
+        engine.load_checkpoint(args.load)
     rest = integration.apply_rest(engine, plan, disk=args.disk)
     if args.torch_checkpoint:
         for block in engine.module.blocks:
@@ -148,7 +147,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, help="rows of logits at a time; 0 leaves the head as it is")
     parser.add_argument("--save")
     parser.add_argument("--load")
-    for flag in ("--plain-linear", "--groups", "--cpu-adam", "--unguarded", "--autocast", "--torch-checkpoint"):
+    for flag in ("--plain-linear", "--groups", "--cpu-adam", "--autocast", "--torch-checkpoint"):
         parser.add_argument(flag, action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
