@@ -19,7 +19,7 @@ __all__ = ["block_actions", "build_instance", "build_menus", "treatments_of_choi
 
 Int64s = NDArray[np.int64]
 
-# What the host is busy with for one operation of a device that works behind it: assumed, not measured, and rather too
+# What the host is busy with for one operation of a device that works behind it, where that is not measured: rather too
 # much. The larger it is, the sooner a block counts as one whose device waits for Python.
 _LAUNCH_SECONDS = 10e-6
 
@@ -74,7 +74,8 @@ def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Cos
         if costs.runs_ahead:
             own = [*range(call.start, call.end), *range(call.backward_start, call.backward_end), *again]
             device_seconds = sum(step.ops[op].seconds for op in own)
-            python_seconds = _not_hidden(python_seconds, device_seconds, _LAUNCH_SECONDS * len(own) * costs.num_passes)
+            launch_seconds = (step.launch_seconds or _LAUNCH_SECONDS) * len(own) * costs.num_passes
+            python_seconds = _not_hidden(python_seconds, device_seconds, launch_seconds)
         seconds += python_seconds
         if treatment.offload:
             moved = model.moved(call, saved, treatment).values()
@@ -134,7 +135,8 @@ def build_instance(
 
 
 def _seconds(model: StepModel, start: int, end: int) -> float:
-    return sum(op.seconds for op in model.step.ops[start:end])
+    """Returns how long operations take; the host, where it issues them slower than the device does them."""
+    return max(sum(op.seconds for op in model.step.ops[start:end]), model.step.launch_seconds * (end - start))
 
 
 def window_bytes_of(menus: Sequence[Menu], choice: Choice) -> int:

@@ -97,8 +97,8 @@ def module_name(trace: Trace, module: int) -> str:
 
 
 def step_seconds(step: Step) -> float:
-    """Compute seconds of a step: the sum of its operations' measured times."""
-    return sum(op.seconds for op in step.ops)
+    """Returns the seconds of a step that moves nothing: its operations', or the host's where it issues them slower."""
+    return max(sum(op.seconds for op in step.ops), step.launch_seconds * len(step.ops))
 
 
 def _line_name(trace: Trace, storage: Storage) -> str:

@@ -90,6 +90,8 @@ class EventLog:
         self.calls: list[LoggedCall] = []
         self.call_stack: list[int] = []
         self.marks: list[tuple[str, int]] = []
+        self.launch_seconds = 0.0
+        """What the host took to issue an operation of a device that works behind it."""
         # Autograd's sequence number at each change of the innermost running call, for nodes seen again in backward.
         self._change_sequence: list[int] = []
         self._change_call: list[int] = []
@@ -211,6 +213,15 @@ class EventLog:
         op.seconds, op.flops = seconds, flops
         op.outputs = tuple(dict.fromkeys(i for t in outputs if (i := self._index(t, index)) >= 0))
         op.writes = self._known(written)
+
+    def work_of(self, index: int) -> tuple[int, int]:
+        """Returns the bytes of what an operation reads, makes and changes, and its floating-point operations.
+
+        One that makes and changes nothing, such as a view, moves no bytes.
+        """
+        op = self.ops[index]
+        written = self.born_bytes(index) + sum(self.storages[i].nbytes for i in op.writes)
+        return written and written + sum(self.storages[i].nbytes for i in op.inputs), op.flops
 
     def born_bytes(self, index: int) -> int:
         """Returns the bytes of the storages that an operation allocated and returned."""

@@ -116,7 +116,7 @@ def _check_step(trace: Trace, step: Step, place: str) -> None:
         used = (index for call in calls for index in getattr(call, field))
         _check_range(used, 0, last_storage, f"{place}.calls[...].{field}")
     _check_range((op for _, op in step.marks), 0, num_ops, f"{place}.marks")
-    _check_range([step.wall_seconds, step.process_peak_bytes], 0, math.inf, place)
+    _check_range([step.wall_seconds, step.process_peak_bytes, step.launch_seconds], 0, math.inf, place)
 
 
 def _check_range(values: Iterable[float], least: float, most: float, place: str) -> None:

@@ -8,6 +8,7 @@ see what backward keeps, and module hooks say whose forward is running. The reco
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from memwall.torch_internals.dispatch import TorchDispatchMode, leave_mode
 from memwall.torch_internals.operators import num_flops, schema_of
 from memwall.torch_internals.sharding import is_sharding_unit, local_part
 from memwall.trace.attached import attach_hook
+from memwall.trace.device_timer import DeviceTimer
 from memwall.trace.event_log import EventLog
 from memwall.trace.gathered import Gathered
 from memwall.trace.modules import ModuleTable
@@ -90,6 +92,15 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     return _tensors(written, []) if written else []
 
 
+def _numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the integers among an operator's arguments, alone and in lists: sizes, dimensions, strides."""
+    return tuple(
+        tuple(value) if isinstance(value, (list, tuple)) else value
+        for value in args
+        if isinstance(value, int) or (isinstance(value, (list, tuple)) and all(isinstance(each, int) for each in value))
+    )
+
+
 class StepRecorder(TorchDispatchMode):
     """Records from `start()` to `finish()`; between them at least one forward, backward and optimizer step run.
 
@@ -138,8 +149,10 @@ class StepRecorder(TorchDispatchMode):
         """While recording; None before and after."""
         self._root_ids = {id(model) for root in roots for model in models_of(root)}
         self._gathered = Gathered(roots)
+        parameters = (parameter for root in roots for parameter in root.parameters())
+        self._is_on_cuda = seconds_of is None and any(parameter.is_cuda for parameter in parameters)
         self._units: set[int] = set()
-        self._cuda_events: list[tuple[int, Any, Any]] = []
+        self._device_timer = DeviceTimer()
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
@@ -195,11 +208,10 @@ class StepRecorder(TorchDispatchMode):
     def finish(self, optimizers: Optimizers) -> EventLog:
         """Ends recording and settles what only the end of the step can tell: gradients, state, device times."""
         self.stop()
-        if self._cuda_events:
-            torch.cuda.synchronize()
-            for index, begin, end in self._cuda_events:
-                self.log.ops[index].seconds = begin.elapsed_time(end) / 1e3
-            self._cuda_events = []
+        for index, seconds in self._device_timer.settle(self.log.work_of).items():
+            self.log.ops[index].seconds = seconds
+        self.log.launch_seconds = self._device_timer.launch_seconds
+        self._device_timer = DeviceTimer()
         for root in self.table.roots:
             for parameter in root.parameters():
                 if parameter.grad is not None:
@@ -337,8 +349,8 @@ class StepRecorder(TorchDispatchMode):
         if self._paused or self._saved_hooks is None or func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         log = self.log
-        for whole in self._gathered.tensors:
-            log.note_size(whole)
+        for gathered in self._gathered.tensors:
+            log.note_size(gathered)
         node = current_node()
         sequence = -1
         if node is not None:
@@ -353,17 +365,16 @@ class StepRecorder(TorchDispatchMode):
         is_code = is_region(func)
         name = func.__name__ if is_code else str(func)
         index = log.begin_op(name, self._phase, sequence, self._lines.of_op(func, node), inputs)
-        device_timer = self._begin_device_timer(inputs)
+        whole = args[0] if is_code else func
         begin = time.perf_counter()
-        with self.workspaces.measuring(args[0] if is_code else func, inputs, args, kwargs) as workspace:
+        with self.workspaces.measuring(whole, inputs, args, kwargs) as workspace:
             log.workspaces(index, workspace.ahead)
+            key = (Workspaces.key_of(whole, inputs), _numbers(args)) if self._is_on_cuda else None
             if is_code:
                 inputs.clear()  # the code lets go of what it needs no longer, and so must whoever watches
-            out = func(*args, **kwargs)
+            with nullcontext() if key is None else self._device_timer.timing(index, key):
+                out = func(*args, **kwargs)
         seconds = time.perf_counter() - begin
-        if device_timer is not None:
-            device_timer[1].record()
-            self._cuda_events.append((index, *device_timer))
         flops = 0 if is_code else num_flops(func, args, kwargs, out)
         outputs = _tensors((out,), [])
         changed = [] if is_code else _written(func, args, kwargs)
@@ -382,10 +393,3 @@ class StepRecorder(TorchDispatchMode):
             self.is_changed_by_hand = True
             if self.num_optimizer_steps == 0:
                 self._set_phase("optimizer")
-
-    def _begin_device_timer(self, inputs: list[Tensor]) -> tuple[Any, Any] | None:
-        if not inputs or inputs[0].device.type != "cuda":
-            return None
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        return begin, end

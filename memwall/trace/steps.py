@@ -88,6 +88,7 @@ def build_step(
         marks=tuple(log.marks),
         wall_seconds=wall_seconds,
         process_peak_bytes=process_peak_bytes,
+        launch_seconds=log.launch_seconds,
     )
 
 

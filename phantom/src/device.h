@@ -36,6 +36,7 @@ struct Settings {
   Order order;
   uint64_t seed;
   int64_t kernel_ns, launch_ns;
+  double host_share;
   std::string report;
 
   Settings();

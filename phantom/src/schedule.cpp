@@ -2,6 +2,7 @@
 // engine of a device (its multiprocessors, a copy engine each way) does one thing at a time, and work begins when its
 // stream has come to it, its engine has a gap, and the host has launched it.
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <map>
 #include <string>
@@ -35,16 +36,26 @@ std::vector<Entry>& timeline() {
 }
 bool keeps_timeline = false;
 
+// What this machine itself took since the last look counts on the clock as well, as far as PHANTOM_HOST_SHARE says.
+void look_at_host() {
+  if (settings().host_share <= 0) return;
+  static auto last = std::chrono::steady_clock::now();
+  const auto here = std::chrono::steady_clock::now();
+  now += static_cast<int64_t>(settings().host_share * std::chrono::duration<double, std::nano>(here - last).count());
+  last = here;
+}
+
 }  // namespace
 
-int64_t host_ns() { Guard guard(lock()); return now; }
+int64_t host_ns() { Guard guard(lock()); look_at_host(); return now; }
 
 void pass_host_time(int64_t until_ns) {
   Guard guard(lock());
+  look_at_host();
   now = std::max(now, until_ns);
 }
 
-void launched() { Guard guard(lock()); now += settings().launch_ns; }
+void launched() { Guard guard(lock()); look_at_host(); now += settings().launch_ns; }
 
 int64_t copy_ns(size_t bytes, CopyKind kind) {
   // A copy on the device reads and writes.

@@ -77,6 +77,7 @@ Settings::Settings()
       seed(number("PHANTOM_SEED", 0)),
       kernel_ns(static_cast<int64_t>(number("PHANTOM_KERNEL_NS", 5000))),
       launch_ns(static_cast<int64_t>(number("PHANTOM_LAUNCH_NS", 4000))),
+      host_share(atof(text("PHANTOM_HOST_SHARE", "0").c_str())),
       report(text("PHANTOM_REPORT", "")) {
   card.total_bytes = number("PHANTOM_MEMORY_BYTES", card.total_bytes);
 }

@@ -343,6 +343,8 @@ bool is_done(Event* event) {
     Guard guard(lock());
     return event->stream->num_done >= event->number;
   }
+  // On the modelled clock an event happens in its own time, whatever is queued behind it.
+  if (settings().order == Order::kTimed && event->time_ns <= host_ns()) complete(event->stream, event->number);
   progress(event->stream);
   bool is_polled_for_ever = false;
   {

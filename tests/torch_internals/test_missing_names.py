@@ -23,6 +23,7 @@ from memwall.torch_internals import (
     allocator,
     autograd,
     compiler,
+    device_time,
     dispatch,
     fake,
     modules,
@@ -77,6 +78,7 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
     compiler: {
         "torch._ops.HigherOrderOperator": (lambda door: door.is_region(torch.ops.higher_order.cond), False),
     },
+    device_time: {"torch.cuda._sleep": (lambda door: door.keep_busy(1), None)},
     dispatch: {
         f"{DISPATCH}.TorchDispatchMode": (lambda door: door.TorchDispatchMode(), RAISES),
         f"{DISPATCH}._disable_current_modes": (lambda door: door.without_dispatch_modes(), RAISES),
