@@ -26,6 +26,7 @@ STATE = {
     "memwall.apply.optimizer_state.kept_space._present": "set_kept_space(None), when a run ends",
     "memwall.apply.streaming.guard._guards": "unguarded, when a parameter leaves its tier",
     "memwall.apply.streaming.gradients._plain_gradients": "the end of the tensor: it holds none",
+    "memwall.checkpoint.ending._present": "Ending.let_go, when a run ends, and in a child",
     "memwall.checkpoint.reachable._caller": "set_checkpoint(None), when a run ends",
     "memwall.checkpoint.resumption._present": "set_checkpoint(None), when a run ends",
     "memwall.machine.device_peaks._separate": "SeparatePeaks.undo, when a session closes",
@@ -35,6 +36,7 @@ STATE = {
     "memwall.store.room._giving": "CudaLimit.end_giving, when a step ends",
     "memwall.store.page_map._maps": "the end of the map: it holds nothing",
     # What was done once for the process.
+    "memwall.checkpoint.ending._let_go_in_children": "nothing: Python keeps the hook",
     "memwall.rows.optimizer._is_installed": "nothing: torch keeps the hooks",
     "memwall.apply.technique._discover": "nothing: the folder of techniques is read once",
     "memwall.apply.technique._handlers": "unregister",

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memwall.apply.optimizer_state.kept_space import KeptSpace
 from memwall.checkpoint.commits import Commits, find_on_disk
+from memwall.checkpoint.ending import Ending
 from memwall.checkpoint.instants import Instants
 from memwall.checkpoint.rank_folders import RankFolders
 from memwall.checkpoint.refusals import check_told_apart, steps_beside, steps_in_between
@@ -100,6 +101,9 @@ class StepCheckpoint:
         self._beside = Surroundings(self.directory, self._start.restoration)
         self._commits: Commits | None = None
         self._was_asked = False
+        self._ending = None if together is not None else Ending(self._commit_seconds)
+        self._ends_here = False
+        """Whether the run ends with the next commit, for which all is taken down."""
         self._patches = Patches("commits steps to a checkpoint")
 
     @property
@@ -184,6 +188,7 @@ class StepCheckpoint:
     def at_loop_top(self, position: int) -> None:
         """Takes down what an iteration begins with; to be called before it fetches its batch."""
         self._instants.at_top()
+        self._ends_here = self._ending is not None and self._ending.is_asked
         if self._is_due:
             self._beside.look_beside(self._model)
         self._beside.loop.at_top(position, is_due=self._is_due)
@@ -214,6 +219,8 @@ class StepCheckpoint:
             self._patches.push(attach_hook(each.register_forward_pre_hook, self._before_forward))
         self._patches.hook(register_optimizer_step_pre_hook, self._before_step)
         self._patches.hook(register_optimizer_step_post_hook, self._after_step)
+        if self._ending is not None:
+            self._ending.listen(self._patches)
 
     def _begin(self, model: nn.Module) -> None:
         self._agree()
@@ -288,7 +295,12 @@ class StepCheckpoint:
     @property
     def _is_due(self) -> bool:
         is_new = self._commits is not None and self.steps_done > self._commits.step
-        return is_new and self.steps_done % self._every == 0
+        return is_new and (self._ends_here or self.steps_done % self._every == 0)
+
+    def _commit_seconds(self) -> float:
+        """Returns how long a commit takes, on average."""
+        times = CommitTimes() if self._commits is None else self._commits.writer.times
+        return (times.transfer_seconds + times.record_seconds) / max(times.num_commits, 1)
 
     def _before_forward(self, *_: Any) -> None:
         if self.failure is not None:
@@ -298,9 +310,21 @@ class StepCheckpoint:
         if not torch.is_grad_enabled():
             if self._instants.is_between_steps and self._is_due and self._model is not None:
                 self._beside.loop.keep_buffers(self._model)
-        elif self._instants.called() and self._is_due:
+        elif self._instants.called():
+            self._step_begins(self._commits)
+
+    def _step_begins(self, commits: Commits) -> None:
+        """Commits the step before; a run that is to end ends here."""
+        if self._ending is not None:
+            self._ending.step_begins()
+            self._ends_here = self._ends_here or (self._ending.is_asked and not self._beside.loop.is_open)
+        if self._is_due:
             with self._noting_failure():
-                self._commit(self._commits)
+                self._commit(commits)
+        if self._ending is not None and self._ends_here:
+            with self._noting_failure():
+                commits.writer.wait()
+            self._ending.end()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._model is not None and self._commits is not None:

@@ -1,0 +1,102 @@
+"""A run that is told to end ends with the step that runs committed, or at once where that would take too long."""
+
+import json
+from pathlib import Path
+
+import pytest
+from warm_python import Program, warm_python
+
+pytestmark = pytest.mark.slow(seconds=3)
+
+SCRIPT = """
+import hashlib, os, signal, sys, time
+import torch
+import memwall
+
+how, seconds = sys.argv[1], float(sys.argv[2])
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+large = torch.ones(5000, 5000) if how == "long" else None
+if how == "own handler":
+    signal.signal(signal.SIGTERM, lambda *_: print("heard"))
+for step in memwall.steps(6):
+    x = torch.randn(4)
+    loss = model(x).square().sum()
+    if how == "fork" and step == 3 and (child := os.fork()) == 0:
+        defaults = (signal.SIG_DFL, signal.default_int_handler, -1)
+        found = (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1))
+        os._exit(7 if found == defaults else 8)
+    if how == "fork" and step == 3:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    elif how != "plain" and step == 3:
+        os.kill(os.getpid(), signal.SIGINT if how == "INT" else signal.SIGTERM)
+    if how == "long" and step == 3:
+        large @ large  # seconds of one thread's, in which Python hears nothing
+    time.sleep(seconds)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step)
+print(hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest())
+"""
+
+
+def started(folder: Path, how: str, *options: str, step_seconds: float = 0.0, patience_seconds: float = 8.0) -> Program:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    words = ("run", "--budget", "8GiB", "--checkpoint", str(folder / "kept"), *options, str(script), how)
+    source = (
+        "import sys, memwall.checkpoint.ending as ending; from memwall.cli.app import main; "
+        f"ending._PATIENCE_SECONDS, ending._LAST_SECONDS = {patience_seconds}, 0.2; "
+        f"sys.exit(main({[*words, str(step_seconds)]}))"
+    )
+    return warm_python().start("-c", source)
+
+
+def committed_step(folder: Path) -> int:
+    shown = warm_python().start("-m", "memwall", "checkpoint", folder / "kept", "--json")
+    assert shown.wait() == 0
+    return int(json.loads(shown.printed)["step"])
+
+
+@pytest.mark.parametrize(("how", "status"), [("TERM", 143), ("INT", 130)])
+@pytest.mark.parametrize("every", ["1", "5"])
+def test_the_step_that_runs_is_committed(tmp_path: Path, how: str, status: int, every: str) -> None:
+    told = started(tmp_path, how, "--checkpoint-every", every)
+    assert told.wait() == status, told.said
+    assert "ends when the step that runs is committed" in told.said
+    assert committed_step(tmp_path) == 4
+    resumed = started(tmp_path, "plain", "--resume")
+    assert resumed.wait() == 0, resumed.said
+    left_alone = tmp_path / "left alone"
+    left_alone.mkdir()
+    plain = started(left_alone, "plain")
+    assert plain.wait() == 0, plain.said
+    assert resumed.printed == "4\n5\n" + plain.printed.splitlines()[-1] + "\n"
+
+
+def test_a_step_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
+    told = started(tmp_path, "TERM", step_seconds=0.6, patience_seconds=0.3)
+    assert told.wait() == 143, told.said
+    assert "s more; the run ends at the last committed step" in told.said
+    assert committed_step(tmp_path) == 3
+
+
+def test_an_operation_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
+    told = started(tmp_path, "long", patience_seconds=0.3)
+    assert told.wait() == 143, told.said
+    assert "one operation has run all the time" in told.said
+    assert committed_step(tmp_path) == 3
+
+
+def test_a_handler_of_the_script_stays(tmp_path: Path) -> None:
+    told = started(tmp_path, "own handler")
+    assert told.wait() == 0, told.said
+    assert told.printed.splitlines()[:5] == ["0", "1", "2", "heard", "3"]
+
+
+def test_forked_processes_hear_what_they_would_without_memwall(tmp_path: Path) -> None:
+    told = started(tmp_path, "fork")
+    assert told.wait() == 0, told.said
+    assert "7" in told.printed.splitlines()
