@@ -5,8 +5,8 @@ import sys
 from setuptools import Extension, setup
 
 # Plain C without Python's headers, loaded by ctypes. Where no compiler is found the installation goes on without it,
-# and memwall has malloc return each large tensor, at the price of page faults, zlib compute checksums, and tensors
-# stand in for loops.
+# and memwall has malloc return each large tensor, at the price of page faults, zlib compute checksums, and no tables of
+# rows.
 TENSOR_HEAP = Extension(
     "memwall.native.tensor_heap",
     sources=["memwall/native/tensor_heap.c", "memwall/native/tensor_heap_hook.c"],

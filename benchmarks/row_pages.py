@@ -1,10 +1,10 @@
-"""The claim: what a table of rows does in C is worth it: the ring of requests, the threads, the loops over rows.
+"""The claim: what a table of rows does in C is worth it: the ring of requests, and the threads.
 
     python benchmarks/row_pages.py [--rounds 5]
 
 Steps of a table whose rows come from the disk (`embedding_table_run.py`), each part of the C code left out in turn: the
 ring (as in a container whose filter refuses io_uring; pages then move one after another), the threads (Python's move
-pages), the loops (by tensors). Each run has a process of its own; they take turns. Writes results/cpu/row_pages.json.
+pages). Each run has a process of its own; they take turns. Writes results/cpu/row_pages.json.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 from knob_report import provenance
 
 OUT = Path(__file__).with_name("results") / "cpu" / "row_pages.json"
-ARMS = ("all", "ring", "threads", "loops")
+ARMS = ("all", "ring", "threads")
 """What is left out; nothing in the first."""
 SIZE = ("--rows", "2000000", "--cache", "96MiB", "--fill", "40", "--steps", "200")
 # Of an x86-64 or arm64 machine: io_uring_setup has one number on all that Linux has learned of late.
@@ -51,14 +51,12 @@ def run_without(part: str) -> None:
     """One run, in this process."""
     import embedding_table_run
 
-    from memwall.rows import loops, page_swaps
+    from memwall.rows import page_swaps
 
     if part == "ring":
         refuse_io_uring()
     elif part == "threads":
         page_swaps._library = lambda: None
-    elif part == "loops":
-        loops.rows_library = lambda: None  # type: ignore[assignment]
     embedding_table_run.main()
 
 

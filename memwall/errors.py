@@ -23,7 +23,7 @@ class UsageError(MemwallError):
 
 
 class NotAvailableError(MemwallError):
-    """The installed torch lacks what a technique or a figure needs of its insides.
+    """The installed torch lacks what a technique or a figure needs of its insides, or memwall its library in C.
 
     Attributes:
         name: what is missing, e.g. "torch._C._storage_Use_Count".

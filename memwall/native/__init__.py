@@ -1,7 +1,7 @@
 """C sources, and the libraries built of them: tensor heap, fast crc32, swaps of pages, loops over rows.
 
 The installation builds them if it can: they need Linux and a C compiler where no wheel is used. Without them memwall
-goes on with what malloc offers, with zlib, a page at a time, and with tensors.
+goes on with what malloc offers and with zlib, and has no tables of rows.
 """
 
 import ctypes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memwall.errors import StoreError
-from memwall.rows.loops import find_rows, place_rows
+from memwall.rows.loops import find_rows, place_rows, rows_library
 
 __all__ = ["RowIndex"]
 
@@ -22,6 +22,7 @@ class RowIndex:
     """Is a hash table with linear probing: cells hold positions; the ids themselves lie in order of arrival."""
 
     def __init__(self) -> None:
+        rows_library()  # raises where there is none, before anything is looked up
         self._num_rows = 0
         self._ids = torch.empty(0, dtype=torch.int64, device="cpu")
         self._cells = torch.full((_MIN_CELLS,), -1, dtype=torch.int32, device="cpu")

@@ -1,6 +1,5 @@
-"""Loops over the rows of a table, in C where the installation has a library for them, and by tensors where not.
+"""Loops over the rows of a table, in C. By tensors each would be a chain of small operations, most of it calls.
 
-By tensors, each is a chain of small operations, most of whose time is torch's own for a call. Both ways give the same.
 All tensors are contiguous and in host memory; positions, ids and frames are int64.
 """
 
@@ -12,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from memwall.errors import NotAvailableError
 from memwall.native import load_library
 
 __all__ = [
@@ -55,42 +55,17 @@ def find_rows(cells: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
         ids: by position.
         wanted: [n], in any order, also repeated.
     """
-    library, wanted = rows_library(), wanted.to(torch.int64).contiguous()
-    if library is not None:
-        found = torch.empty_like(wanted)
-        pointers = cells.data_ptr(), cells.numel(), ids.data_ptr(), ids.numel(), wanted.data_ptr(), wanted.numel()
-        library.find_rows(*pointers, found.data_ptr())
-        return found
-    found = torch.full_like(wanted, -1)
-    mask = cells.numel() - 1
-    waiting, cell = torch.arange(wanted.numel(), device="cpu"), mixed(wanted) & mask
-    while waiting.numel():
-        position = cells[cell].long()
-        is_taken = position >= 0
-        is_hit = is_taken.clone()
-        is_hit[is_taken] = ids[position[is_taken]] == wanted[is_taken]
-        found[waiting[is_hit]] = position[is_hit]
-        goes_on = is_taken & ~is_hit
-        waiting, wanted, cell = waiting[goes_on], wanted[goes_on], (cell[goes_on] + 1) & mask
+    wanted = wanted.to(torch.int64).contiguous()
+    found = torch.empty_like(wanted)
+    pointers = cells.data_ptr(), cells.numel(), ids.data_ptr(), ids.numel(), wanted.data_ptr(), wanted.numel()
+    rows_library().find_rows(*pointers, found.data_ptr())
     return found
 
 
 def place_rows(cells: Tensor, ids: Tensor, first: int, end: int) -> None:
     """Puts the positions [first, end) into cells, of which some stay empty."""
     assert end <= ids.numel()
-    library = rows_library()
-    if library is not None:
-        library.place_rows(cells.data_ptr(), cells.numel(), ids.data_ptr(), first, end)
-        return
-    mask = cells.numel() - 1
-    position = torch.arange(first, end, dtype=torch.int32, device="cpu")
-    cell = mixed(ids[first:end]) & mask
-    while position.numel():
-        is_free = cells[cell] < 0
-        # Several may want one cell: whichever is left in it has it, the others go on.
-        cells[cell[is_free]] = position[is_free]
-        goes_on = cells[cell] != position
-        position, cell = position[goes_on], (cell[goes_on] + 1) & mask
+    rows_library().place_rows(cells.data_ptr(), cells.numel(), ids.data_ptr(), first, end)
 
 
 def draw_rows(ids: Tensor, seed: int, num_columns: int, levels: Tensor) -> Tensor:
@@ -101,18 +76,12 @@ def draw_rows(ids: Tensor, seed: int, num_columns: int, levels: Tensor) -> Tenso
         levels: float32 [65536], which are equally likely.
     """
     assert levels.numel() == NUM_LEVELS
-    num_words = -(-num_columns // 4)  # one hash makes four elements of 16 bits each
-    start = mixed(torch.tensor(seed, dtype=torch.int64, device="cpu"))
-    library = rows_library()
-    if library is not None:
-        ids = ids.to(torch.int64).contiguous()
-        rows = levels.new_empty(ids.numel(), num_columns)
-        where = levels.data_ptr(), rows.data_ptr()
-        library.draw_rows(ids.data_ptr(), ids.numel(), int(start), num_columns, *where)
-        return rows
-    counters = ids[:, None] * num_words + torch.arange(num_words, device="cpu")
-    words = mixed(start + counters)[:, :, None] >> torch.tensor([0, 16, 32, 48], device="cpu")
-    return levels[(words & (NUM_LEVELS - 1)).reshape(ids.numel(), 4 * num_words)[:, :num_columns]]
+    start = int(mixed(torch.tensor(seed, dtype=torch.int64, device="cpu")))
+    ids = ids.to(torch.int64).contiguous()
+    rows = levels.new_empty(ids.numel(), num_columns)
+    where = levels.data_ptr(), rows.data_ptr()
+    rows_library().draw_rows(ids.data_ptr(), ids.numel(), start, num_columns, *where)
+    return rows
 
 
 class _CArena(ctypes.Structure):
@@ -131,36 +100,27 @@ class Arena:
 
     def __init__(self, rows: Tensor) -> None:
         self._rows: Final = rows
-        num_frames, self._rows_per_page, self._num_elements = rows.shape
+        num_frames, rows_per_page, self._num_elements = rows.shape
         size = rows.itemsize
-        sizes = num_frames, rows.stride(0) * size, self._rows_per_page, self._num_elements * size
+        sizes = num_frames, rows.stride(0) * size, rows_per_page, self._num_elements * size
         self._in_c = _CArena(rows.data_ptr(), *sizes)
 
     def read(self, frames: Tensor, positions: Tensor, num_columns: int) -> Tensor:
         """Returns the first elements of rows, [n, num_columns], whose pages are in these frames."""
-        library = rows_library()
-        if library is None:
-            return self._rows[:, :, :num_columns][frames, positions % self._rows_per_page]
         found = self._rows.new_empty(frames.numel(), num_columns)
-        self._copy(library, frames, positions, found, is_into_arena=False)
+        self._copy(frames, positions, found, is_into_arena=False)
         return found
 
     def write(self, frames: Tensor, positions: Tensor, rows: Tensor) -> None:
         """Replaces rows, each given once, whose pages are in these frames, by [n, elements]."""
-        library = rows_library()
         rows = rows.to(self._rows.dtype).expand(frames.numel(), self._num_elements).contiguous()
-        if library is None:
-            self._rows[frames, positions % self._rows_per_page] = rows
-        else:
-            self._copy(library, frames, positions, rows, is_into_arena=True)
+        self._copy(frames, positions, rows, is_into_arena=True)
 
-    def _copy(
-        self, library: ctypes.CDLL, frames: Tensor, positions: Tensor, rows: Tensor, *, is_into_arena: bool
-    ) -> None:
+    def _copy(self, frames: Tensor, positions: Tensor, rows: Tensor, *, is_into_arena: bool) -> None:
         assert frames.numel() == positions.numel() == rows.shape[0]
         positions, num_bytes = positions.contiguous(), rows.shape[1] * rows.itemsize
         pointers = frames.data_ptr(), positions.data_ptr(), frames.numel(), rows.data_ptr(), num_bytes
-        num_copied: int = library.copy_rows(ctypes.byref(self._in_c), *pointers, int(is_into_arena))
+        num_copied: int = rows_library().copy_rows(ctypes.byref(self._in_c), *pointers, int(is_into_arena))
         if num_copied != positions.numel():
             raise IndexError(f"row {num_copied} of {positions.numel()} lies outside the memory of a table of rows")
 
@@ -177,18 +137,11 @@ def locate_rows(
         use: uint8, by frame; those of these rows become `RECENT`.
         is_moving: bool, by frame.
     """
-    library = rows_library()
-    if library is None:
-        frames = frame_of[positions // rows_per_page].long()
-        has_frame = frames >= 0
-        here = frames[has_frame]
-        use[here] = RECENT
-        return frames, not bool(has_frame.all()), bool(is_moving[here].any())
     positions = positions.contiguous()
     frames = torch.empty_like(positions)
     pointers = positions.data_ptr(), positions.numel(), rows_per_page, frame_of.data_ptr(), frame_of.numel()
     states = use.data_ptr(), is_moving.data_ptr(), use.numel()
-    found: int = library.locate_rows(*pointers, *states, frames.data_ptr())
+    found: int = rows_library().locate_rows(*pointers, *states, frames.data_ptr())
     return frames, bool(found & _IS_MISSING), bool(found & _IS_MOVING)
 
 
@@ -203,32 +156,19 @@ def take_cold_frames(use: Tensor, is_moving: Tensor, hand: int, count: int) -> t
         hand: the frame to begin with.
         count: frames wanted.
     """
-    library, num_frames = rows_library(), use.numel()
-    if library is not None:
-        at, taken = ctypes.c_int64(hand), torch.empty(count, dtype=torch.int64, device="cpu")
-        states = use.data_ptr(), is_moving.data_ptr(), num_frames
-        num_taken: int = library.take_frames(*states, ctypes.byref(at), count, taken.data_ptr())
-        return taken[:num_taken], at.value
-    parts, needed, num_left = [torch.empty(0, dtype=torch.int64, device="cpu")], count, 2 * num_frames
-    while needed and num_left:
-        width = min(num_frames, num_left, max(1024, 2 * needed))
-        window = (hand + torch.arange(width, device="cpu")) % num_frames
-        cold = ((use[window] == COLD) & ~is_moving[window]).nonzero()[:, 0][:needed]
-        if cold.numel() == needed:
-            window = window[: int(cold[-1]) + 1]
-        chosen = window[cold]
-        use[window[use[window] == RECENT]] = COLD
-        use[chosen] = HELD
-        hand = (int(window[-1]) + 1) % num_frames
-        needed -= chosen.numel()
-        num_left -= window.numel()
-        parts.append(chosen)
-    return torch.cat(parts), hand
+    at, taken = ctypes.c_int64(hand), torch.empty(count, dtype=torch.int64, device="cpu")
+    states = use.data_ptr(), is_moving.data_ptr(), use.numel()
+    num_taken: int = rows_library().take_frames(*states, ctypes.byref(at), count, taken.data_ptr())
+    return taken[:num_taken], at.value
 
 
 @functools.cache
-def rows_library() -> ctypes.CDLL | None:
-    """Returns the loops in C, if this installation has them."""
+def rows_library() -> ctypes.CDLL:
+    """Returns the loops in C.
+
+    Raises:
+        NotAvailableError: this installation was made without a C compiler, or not on Linux.
+    """
     number, pointer, flag = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int
     signatures = {
         "find_rows": (None, (pointer, number, pointer, number, pointer, number, pointer)),
@@ -238,4 +178,11 @@ def rows_library() -> ctypes.CDLL | None:
         "locate_rows": (flag, (pointer, number, number, pointer, number, pointer, pointer, number, pointer)),
         "take_frames": (number, (pointer, pointer, number, pointer, number, pointer)),
     }
-    return load_library("rows", signatures, folder=Path(__file__).parent / "native")
+    library = load_library("rows", signatures, folder=Path(__file__).parent / "native")
+    if library is None:
+        raise NotAvailableError(
+            "tables of rows need memwall's library in C, which this installation lacks; install a wheel for Linux, or "
+            "install again where there is a C compiler",
+            name="memwall.rows.native.rows",
+        )
+    return library

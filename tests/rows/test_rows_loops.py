@@ -1,11 +1,13 @@
-"""Loops over rows, in C and by tensors: what a dictionary, a list and an indexed tensor say."""
+"""Loops over rows, in C: what a dictionary, a list and an indexed tensor say."""
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from memwall import RowEmbedding
+from memwall.errors import NotAvailableError
 from memwall.rows import loops as rows_loops
 from memwall.rows.loops import (
     COLD,
@@ -21,19 +23,20 @@ from memwall.rows.loops import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-for_both_ways = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+a_few = settings(max_examples=60)
 
 
-@pytest.fixture(params=["in C", "by tensors"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "by tensors":
-        monkeypatch.setattr(rows_loops, "rows_library", lambda: None)
-    elif rows_loops.rows_library() is None:
-        pytest.skip("this installation has no library for that")
+def test_without_the_library_a_table_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_loops, "load_library", lambda *_, **__: None)
+    rows_loops.rows_library.cache_clear()
+    with pytest.raises(NotAvailableError, match=r"need memwall's library in C, .* install a wheel for Linux"):
+        RowEmbedding(4, 2)
+    monkeypatch.undo()
+    rows_loops.rows_library.cache_clear()
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60, unique=True), st.data())
-@for_both_ways
+@a_few
 def test_ids_are_found_where_they_were_placed(ids: list[int], data: st.DataObject) -> None:
     cells, known = torch.full((64,), -1, dtype=torch.int32), torch.tensor(ids, dtype=torch.int64)
     middle = data.draw(st.integers(0, len(ids)))
@@ -47,7 +50,7 @@ def test_ids_are_found_where_they_were_placed(ids: list[int], data: st.DataObjec
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20), st.integers(0, 2**62), st.integers(1, 9))
-@for_both_ways
+@a_few
 def test_rows_are_drawn_by_sixteen_bits_of_a_hash_of_id_and_column(ids: list[int], seed: int, num_columns: int) -> None:
     def mixed(value: int) -> int:
         bits = value * 0x9E3779B97F4A7C15 % 2**64
@@ -72,7 +75,7 @@ def arena() -> tuple[Tensor, Arena]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1000)), max_size=40), st.integers(0, 4))
-@for_both_ways
+@a_few
 def test_rows_are_read_at_the_place_of_their_position(where: list[tuple[int, int]], num_columns: int) -> None:
     rows, of = arena()
     frames, positions = torch.tensor(where, dtype=torch.int64).reshape(-1, 2).t().contiguous()
@@ -82,7 +85,7 @@ def test_rows_are_read_at_the_place_of_their_position(where: list[tuple[int, int
 
 
 @given(st.lists(st.integers(0, 14), max_size=15, unique=True))
-@for_both_ways
+@a_few
 def test_rows_are_written_and_their_neighbours_stay(places: list[int]) -> None:
     rows, of = arena()
     memory = rows.as_strided((65,), (1,))
@@ -112,7 +115,7 @@ def test_no_memory_outside_the_frames_is_touched(frame: int) -> None:
     st.lists(st.integers(0, 30)),
     st.integers(0, 7),
 )
-@for_both_ways
+@a_few
 def test_rows_are_located_by_their_page(frame_of: list[int], numbers: list[int], moving: int) -> None:
     positions = [number % (4 * len(frame_of)) for number in numbers]
     use = torch.tensor([HELD, COLD, COLD], dtype=torch.uint8)
@@ -133,7 +136,7 @@ def test_rows_are_located_by_their_page(frame_of: list[int], numbers: list[int],
     st.integers(0, 29),
     st.integers(0, 30),
 )
-@for_both_ways
+@a_few
 def test_the_clock_takes_what_its_hand_finds_cold(frames: list[tuple[int, bool]], hand: int, count: int) -> None:
     hand %= len(frames)
     use, expected, at = [first for first, _ in frames], list[int](), hand
