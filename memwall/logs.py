@@ -10,16 +10,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = [
-    "LEVELS",
-    "VARIABLE",
-    "follow_environment",
-    "level_asked_for",
-    "log_to_standard_error",
-    "quiet_libraries",
-    "tell",
-]
-
 VARIABLE = "MEMWALL_LOG"
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 

@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-__all__ = ["is_made_read_only", "mount_of"]
-
 _MOUNTINFO = Path("/proc/self/mountinfo")
 
 

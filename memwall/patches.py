@@ -24,8 +24,6 @@ from typing import Any, Self
 
 from msgspec import Struct
 
-__all__ = ["InEffect", "Patch", "Patches", "active", "note_permanent", "undo_all"]
-
 _log = logging.getLogger(__name__)
 
 _MISSING: Any = object()

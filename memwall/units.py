@@ -6,8 +6,6 @@ from typing import Literal
 
 from memwall.errors import UsageError
 
-__all__ = ["Rounding", "format_bytes", "format_seconds", "parse_size"]
-
 Rounding = Literal["nearest", "up", "down"]
 
 # IEC 80000-13: KiB, MiB, ... are powers of 1024; kB, MB, ... powers of 1000. Kubernetes writes Mi and Gi bare.

@@ -17,8 +17,6 @@ from msgspec import Struct
 from memwall.errors import MemwallError, UsageError
 from memwall.units import format_bytes
 
-__all__ = ["NO_JSON", "FileKind", "json_bytes", "sync_directory", "whole_file"]
-
 NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Are raised by msgspec for text that is no JSON, bytes that are no text, and brackets without end."""
 

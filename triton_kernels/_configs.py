@@ -5,18 +5,6 @@ Each entry is compiled ahead of time in tests/kernels for every architecture in 
 
 from typing import NamedTuple
 
-__all__ = [
-    "Launch",
-    "adamw_8bit_launch",
-    "glu_launch",
-    "norm_backward_launch",
-    "norm_launch",
-    "num_row_chunks",
-    "pack_launch",
-    "row_loss_launch",
-    "scaled_copy_launch",
-]
-
 # Columns that one program holds in registers at most.
 _NORM_COLUMNS = 8192
 

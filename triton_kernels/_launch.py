@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["half_for", "is_interpreting", "num_multiprocessors", "on_device", "runs_triton", "warp_size"]
-
 
 @cache
 def is_interpreting() -> bool:

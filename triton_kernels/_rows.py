@@ -5,8 +5,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "as_rows", "compute_dtype", "row_slices"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The operations take these."""
 

@@ -8,8 +8,6 @@ from ._configs import scaled_copy_launch
 from ._launch import is_interpreting, on_device, warp_size
 from ._store import store_rounded
 
-__all__ = ["launch_scaled_copy", "scaled_copy_kernel"]
-
 
 @triton.jit
 def scaled_copy_kernel(

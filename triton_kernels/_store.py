@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-__all__ = ["nearest_integers", "rounded", "store_rounded"]
-
 # Added to an fp32 number below 2^22 it rounds to the nearest integer, which then stands in the low bits.
 _ROUNDER = tl.constexpr(12582912.0)
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from ._launch import runs_triton
 from ._rows import compute_dtype, row_slices
 
-__all__ = ["scaled_copy"]
-
 
 @torch.library.custom_op("memwall::scaled_copy", mutates_args=())
 def scaled_copy(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,8 +9,6 @@ from memwall.apply.effect import Effect, Effects
 from memwall.apply.technique import Handler, Target, handler_of, registered, tag_of
 from memwall.errors import NotExactError
 
-__all__ = ["PROOF_STEPS", "AppliedPlan"]
-
 PROOF_STEPS = 1000
 """Every so many steps actions prove themselves, from the first one under a plan on."""
 

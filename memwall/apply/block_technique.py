@@ -16,9 +16,6 @@ from memwall.apply.optimizer_state.gradient_hooks import OwnHook
 from memwall.apply.technique import Handler, Target
 from memwall.trace.attached import forward_of
 
-__all__ = ["BlockEffect", "BlockHandler"]
-
-
 B = TypeVar("B", bound=Any)
 
 

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 
 from memwall.errors import MemwallError, NoEffectError
 
-__all__ = ["Effect", "Effects"]
-
 _log = logging.getLogger(__name__)
 
 PATIENCE_STEPS = 2

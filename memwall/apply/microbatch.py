@@ -15,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from memwall.errors import ApplyError
 from memwall.machine.process_group import num_processes
 
-__all__ = ["MicroBatches", "count_terms", "num_samples", "shifts_labels", "take", "tensors_in"]
-
 # transformers and torch.nn.functional.cross_entropy leave labels of this value out of the mean.
 IGNORED_LABEL = -100
 

@@ -23,8 +23,6 @@ from memwall.patches import Patches
 from memwall.torch_internals.storages import sparse_values
 from memwall.trace.attached import attach_hook, wrap_forward
 
-__all__ = ["GradientScaling", "LowerPrecision", "leaves", "lower_dtype"]
-
 _log = logging.getLogger(__name__)
 
 # As torch.amp.GradScaler begins and goes on by default.

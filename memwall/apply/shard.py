@@ -14,8 +14,6 @@ from memwall.planning.ranks.forecast import RanksForecast
 from memwall.predict.sharding.ddp import Ddp
 from memwall.predict.sharding.fsdp2 import Fsdp2
 
-__all__ = ["shard"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from memwall.errors import ApplyError, NoEffectError
 from memwall.trace.optimizers import joint_name
 from memwall.units import format_bytes
 
-__all__ = ["PlacementEffect", "StateHandler"]
-
 S = TypeVar("S", bound=Any)
 
 

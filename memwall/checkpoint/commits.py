@@ -26,8 +26,6 @@ from memwall.store.generation import Stored
 from memwall.store.journal import Journal
 from memwall.torch_internals.autograd import version_of
 
-__all__ = ["Commits", "find_on_disk"]
-
 _log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 32 << 20

@@ -20,8 +20,6 @@ from memwall.store.buckets import BucketBuffer
 from memwall.store.generation import Generation
 from memwall.store.journal import Journal
 
-__all__ = ["Committed", "Content", "Region", "Wanted", "parameter_of", "read_regions", "whole_region"]
-
 _NEEDED = {"optimizer", "helpers", "random", "loop", "state_dict"}
 
 

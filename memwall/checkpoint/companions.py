@@ -23,8 +23,6 @@ from memwall.torch_internals.modules import is_loader_iterator
 from memwall.torch_internals.sharding import is_sharded
 from memwall.trace.together import models_of
 
-__all__ = ["PREFIX", "Companions", "State", "generator_state", "holder_of", "set_generator_state"]
-
 PREFIX = "beside/"
 """Begins the name of a tensor that belongs to none of the model and the optimizer."""
 

@@ -18,8 +18,6 @@ from memwall.torch_internals.optimizers import inner_schedulers
 from memwall.torch_internals.sharding import standing_parameters
 from memwall.trace.together import TrainedTogether
 
-__all__ = ["HELPERS", "Helpers", "find_models", "find_optimizers", "find_together", "objects_of", "shapes_of"]
-
 HELPERS = (LRScheduler, torch.amp.GradScaler, GradientScaling)
 """Classes of objects that have a state of their own beside the optimizer."""
 _LOOK_RATIO = 8

@@ -24,15 +24,6 @@ from memwall.errors import StoreError, UsageError
 from memwall.trace.tags import Tag
 from memwall.versioned_files import whole_file
 
-__all__ = [
-    "CheckpointSummary",
-    "export_distributed",
-    "export_safetensors",
-    "export_torch",
-    "import_checkpoint",
-    "read_summary",
-]
-
 # https://github.com/huggingface/safetensors#format
 _SAFETENSORS_TYPES = {
     "float64": "F64",

@@ -4,8 +4,6 @@ Of a loop over `memwall.steps` a step is an iteration in which something was ste
 optimizers: it ends at the top of the next one. Of another loop it ends with its one optimizer's step.
 """
 
-__all__ = ["Instants"]
-
 
 class Instants:
     """Counts steps.

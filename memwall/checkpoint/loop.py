@@ -8,8 +8,6 @@ from memwall.checkpoint.companions import Companions, State
 from memwall.checkpoint.training_state import Part, parts_of_model, random_states
 from memwall.errors import UsageError
 
-__all__ = ["LoopState"]
-
 
 class LoopState:
     """Holds the state of a loop over `memwall.steps`; of another loop nothing is known.

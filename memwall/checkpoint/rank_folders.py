@@ -18,8 +18,6 @@ from memwall.errors import UsageError
 from memwall.store.commit_format import COMMIT_NAME, DATA_NAME
 from memwall.store.journal import Journal, is_begun, recorded_steps
 
-__all__ = ["RankFolders", "folder_of_rank", "last_folders", "other_ranks"]
-
 _log = logging.getLogger(__name__)
 _ALONE = 1
 

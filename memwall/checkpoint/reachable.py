@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
-__all__ = ["is_generator", "reachable", "set_caller"]
-
 # Modules whose frames lie outside of a script: what has called it.
 _CALLERS = ("runpy", "pluggy", "_pytest", "threading", "concurrent")
 _HIDDEN = ("torch", "memwall", "contextlib")

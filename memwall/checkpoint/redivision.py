@@ -16,8 +16,6 @@ from memwall.checkpoint.restoration import Restoration
 from memwall.checkpoint.training_state import decode_objects, encode_objects
 from memwall.errors import UsageError
 
-__all__ = ["redivided"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from memwall.checkpoint.discovery import objects_of
 from memwall.torch_internals.reducer import buckets_of, make_buckets
 from memwall.torch_internals.sharding import standing_parameters
 
-__all__ = ["Buckets", "TakenBuckets", "restore_buckets"]
-
 _log = logging.getLogger(__name__)
 
 Buckets = list[list[str]]

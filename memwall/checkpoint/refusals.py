@@ -13,8 +13,6 @@ from memwall.errors import StoreError, UsageError
 from memwall.trace.optimizers import joint_name
 from memwall.trace.together import models_of
 
-__all__ = ["check_told_apart", "of_other_optimizers", "steps_beside", "steps_in_between"]
-
 
 def check_told_apart(directory: str, model: nn.Module, variables: Variables) -> None:
     """Checks that another process can tell models of one class and shape from each other, as a pair of critics.

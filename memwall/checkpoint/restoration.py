@@ -42,8 +42,6 @@ from memwall.planning.planfile import Plan, decoded
 from memwall.torch_internals.sharding import is_sharded, like_shard, local_part
 from memwall.trace.together import TrainedTogether, models_of
 
-__all__ = ["Restoration"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.checkpoint.together import Meeting, Together
 from memwall.machine.launched import launched
 
-__all__ = ["Stateful", "open_checkpoint", "resumed_steps", "set_checkpoint", "steps"]
-
 _log = logging.getLogger(__name__)
 
 

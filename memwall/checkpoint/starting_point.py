@@ -10,8 +10,6 @@ from memwall.checkpoint.together import Together
 from memwall.errors import StoreError, UsageError
 from memwall.store.journal import Journal
 
-__all__ = ["StartingPoint"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ from memwall.checkpoint.variables import Variables
 from memwall.torch_internals.autograd import version_of
 from memwall.trace.together import models_of
 
-__all__ = ["Surroundings"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ from typing import Protocol
 
 from memwall.errors import StoreError, UsageError
 
-__all__ = ["Meeting", "Together"]
-
 
 class Meeting(Protocol):
     """Lets ranks agree on numbers; see `memwall.session.ranks.agreement.Ranks`."""

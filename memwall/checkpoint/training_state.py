@@ -24,30 +24,6 @@ from memwall.store.buckets import is_dense
 from memwall.torch_internals.modules import without_state_dict_entry
 from memwall.torch_internals.sharding import is_sharded, local_part, place_in_whole, standing_parameters
 
-__all__ = [
-    "Part",
-    "TensorRecord",
-    "check_records",
-    "decode_objects",
-    "divided_parameters",
-    "encode_objects",
-    "fingerprint_of",
-    "is_beside_model",
-    "is_plain",
-    "low_bit_of",
-    "names_of_parameters",
-    "optimizer_objects",
-    "parts_of_model",
-    "parts_of_optimizer",
-    "random_states",
-    "record_of",
-    "restore_random_states",
-    "state_dict_names",
-    "state_kind",
-    "state_name",
-    "state_records",
-]
-
 Kind = Literal["trained", "frozen", "volatile", "away"]
 
 

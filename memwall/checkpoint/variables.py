@@ -14,8 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from memwall.checkpoint.reachable import reachable
 
-__all__ = ["Variables"]
-
 
 class Variables:
     """Knows objects by the variables that led to them when it looked."""

@@ -25,8 +25,6 @@ from memwall.store.scheduling import schedule_as_batch
 from memwall.store.transfer import Transfer
 from memwall.store.workers import LOOK_SECONDS, stalled_disk
 
-__all__ = ["CommitTimes", "CommitWriter", "PackedBucket", "bytes_of", "packed"]
-
 _TENSOR_ALIGNMENT_BYTES = 64
 _NUM_STAGING_BLOCKS = 4
 _STALL_SECONDS = 60.0

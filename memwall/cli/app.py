@@ -16,8 +16,6 @@ from memwall.errors import MemwallError, OutOfMemoryError
 from memwall.logs import log_to_standard_error, quiet_libraries
 from memwall.units import format_bytes
 
-__all__ = ["app", "main"]
-
 # What libraries say there is for the script's author.
 _RUNS_SCRIPTS = ("profile", "run")
 

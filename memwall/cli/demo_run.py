@@ -30,8 +30,6 @@ from memwall.trace.steps import steady_step
 from memwall.trace.tags import Tag
 from memwall.units import format_bytes, parse_size
 
-__all__ = ["DemoResult", "run_demo"]
-
 # Python puts a script's folder first on the import path: it holds nothing that another import could mean.
 _SCRIPT = Path(__file__).parent.parent / "demo" / "train.py"
 

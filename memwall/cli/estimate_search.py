@@ -15,8 +15,6 @@ from memwall.units import format_bytes
 if TYPE_CHECKING:
     from memwall.planning.estimate import Estimate
 
-__all__ = ["Found", "Question", "searched"]
-
 # Kernels run in tiles, and lengths of data are rounded up to them.
 _TOKEN_UNIT = 64
 

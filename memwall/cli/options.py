@@ -14,39 +14,6 @@ from msgspec import Struct
 from memwall.errors import UsageError
 from memwall.units import parse_size
 
-__all__ = [
-    "PASS_ARGUMENTS",
-    "AllowOption",
-    "AutocastOption",
-    "CheckpointingOption",
-    "CommandArgument",
-    "DiskOption",
-    "DiskWritesOption",
-    "DiskChoice",
-    "DtypeOption",
-    "EvalBatchOption",
-    "HostOption",
-    "JsonOption",
-    "LoraOption",
-    "NoDiskOption",
-    "MaskShareOption",
-    "ModeOption",
-    "OptimizerOption",
-    "Script",
-    "TorchOption",
-    "parse_allow",
-    "parse_budget",
-    "parse_command",
-    "parse_count",
-    "parse_disk",
-    "parse_disk_writes",
-    "parse_host",
-    "require_disk",
-    "require_file",
-    "require_writable",
-    "write_json",
-]
-
 PASS_ARGUMENTS: dict[Any, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 """Context settings of commands that end in SCRIPT [ARGS...]: what follows SCRIPT belongs to the script."""
 

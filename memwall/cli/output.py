@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from memwall.planning.forecast import Forecast
     from memwall.trace.records import Trace
 
-__all__ = ["TraceSummary", "forecast_status", "Plain", "note", "plain", "script_output", "show", "trace_summary"]
-
-
 _HIDDEN = ("Cc", "Cf", "Zl", "Zp")
 """Kinds of characters that a terminal acts on, or that turn the order of a line round (Unicode, general category)."""
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from memwall.errors import UsageError
 from memwall.machine.launched import launched
 
-__all__ = ["check_no_launcher", "run_by_torchrun"]
-
 _MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torchrun",

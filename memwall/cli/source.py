@@ -16,8 +16,6 @@ from memwall.trace.tags import Tag
 if TYPE_CHECKING:
     from memwall.trace.snapshot.records import Snapshot
 
-__all__ = ["SnapshotSummary", "Source", "analysed_devices", "kind_of", "snapshot_summary", "source_kind"]
-
 Source = Literal["trace", "plan", "run", "snapshot"]
 
 _HEAD_BYTES = 64

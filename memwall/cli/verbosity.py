@@ -8,8 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["is_verbose", "with_verbosity"]
-
 _Option = Annotated[
     int, typer.Option("--verbose", "-v", count=True, show_default=False, help="Log what is done and why; -vv more.")
 ]

@@ -21,8 +21,6 @@ from memwall.planning.technique import technique_of, techniques
 from memwall.session.fit import open_session
 from memwall.session.session import Session
 
-__all__ = ["MemwallPlugin", "set_by_loop", "torch_optimizer"]
-
 
 class MemwallPlugin:
     """Makes a training loop of Accelerate's fit a budget, or follow a plan made before.

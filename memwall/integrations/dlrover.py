@@ -18,8 +18,6 @@ from memwall.errors import IntegrationError
 from memwall.planning.planfile import Plan
 from memwall.versioned_files import NO_JSON, json_bytes
 
-__all__ = ["TunedBatch", "tuned_batch", "tuning_file"]
-
 _WAY_OUT = "DLRover may be writing it: try again, or delete the file if no job uses it"
 
 

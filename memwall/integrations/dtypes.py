@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 from memwall.errors import UsageError
 
-__all__ = ["DTYPES", "known_dtype", "parse_dtype"]
-
 DTYPES = ("float32", "bfloat16", "float16")
 """Weights and activations can be traced in these."""
 

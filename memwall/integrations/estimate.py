@@ -12,8 +12,6 @@ from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.trace.workload import Workload
 from memwall.units import parse_size
 
-__all__ = ["estimate"]
-
 
 def estimate(
     spec: str | PathLike[str] | Workload,

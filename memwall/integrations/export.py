@@ -14,8 +14,6 @@ from memwall.planning.planfile import Plan
 from memwall.planning.technique import technique_of
 from memwall.versioned_files import json_bytes
 
-__all__ = ["TARGETS", "Exported", "Target", "exported"]
-
 Target = Literal["trainer", "accelerate", "deepspeed", "env", "kubernetes", "dlrover"]
 TARGETS: tuple[Target, ...] = ("trainer", "accelerate", "deepspeed", "env", "kubernetes", "dlrover")
 

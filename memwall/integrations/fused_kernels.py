@@ -17,8 +17,6 @@ from memwall.torch_internals.modules import with_parameters
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 
-__all__ = ["recorded_with_kernels", "without_values"]
-
 _log = logging.getLogger(__name__)
 
 Recorded = tuple[Trace, FusedKernels | None]

@@ -15,8 +15,6 @@ from memwall.planning.planfile import Plan
 from memwall.planning.technique import allowable, technique_of
 from memwall.units import format_bytes
 
-__all__ = ["KINDS", "Kind", "JobCommand", "manifest"]
-
 Kind = Literal["trainjob", "volcano", "job"]
 KINDS: tuple[Kind, ...] = ("trainjob", "volcano", "job")
 _NAME, _CONTAINER = "memwall", "node"

@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 from memwall.planning.estimate import Estimate
 
-__all__ = ["MOST_BATCH", "MOST_TOKENS", "largest_that_fits"]
-
 MOST_BATCH = 1 << 16
 MOST_TOKENS = 1 << 20
 # Each forecast records a step; a search that needs more than these is one whose peaks jump.

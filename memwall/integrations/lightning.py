@@ -34,8 +34,6 @@ def _base() -> Any:
         return object  # said where a callback is made
 
 
-__all__ = ["LightningCallback"]
-
 _log = logging.getLogger(__name__)
 
 _SHARDING = ("DeepSpeed", "FSDP", "ModelParallel")

@@ -13,8 +13,6 @@ from memwall.trace.workload import Workload
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["AUTOCAST_DTYPES", "LowerDtype", "under_autocast"]
-
 LowerDtype = Literal["bfloat16", "float16"]
 AUTOCAST_DTYPES: tuple[LowerDtype, ...] = ("bfloat16", "float16")
 

@@ -13,8 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from memwall.errors import IntegrationError
 from memwall.torch_internals.modules import checkpointing_function_of
 
-__all__ = ["check_accelerator", "check_arguments", "check_config", "check_model"]
-
 _log = logging.getLogger(__name__)
 
 _NOT_REENTRANT = "gradient_checkpointing_kwargs={'use_reentrant': False}"

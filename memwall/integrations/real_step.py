@@ -15,8 +15,6 @@ from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 from memwall.units import format_bytes
 
-__all__ = ["real_trace"]
-
 _log = logging.getLogger(__name__)
 
 # Weights, gradients, two moments and a foreach temporary, and as much again for what the step saves.

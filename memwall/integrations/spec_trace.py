@@ -17,8 +17,6 @@ from memwall.trace.fake import MOST_MICRO_BATCHES, RecordedRun, record_fake_run
 from memwall.trace.spec import describe_error, load_workload
 from memwall.trace.workload import Workload
 
-__all__ = ["SpecOptions", "device_run_of_spec", "workload_of_spec"]
-
 
 class SpecOptions(TypedDict, total=False):
     """Says of a SPEC's training step what a configuration leaves open, and a factory decides itself."""

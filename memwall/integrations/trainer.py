@@ -34,8 +34,6 @@ try:
 except ImportError as error:
     raise ImportError("the Trainer callback needs transformers: pip install 'torch-memwall[hf]'") from error
 
-__all__ = ["MemwallCallback"]
-
 _log = logging.getLogger(__name__)
 
 

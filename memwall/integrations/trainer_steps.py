@@ -17,8 +17,6 @@ from memwall.apply.microbatch import num_samples
 from memwall.patches import Patches
 from memwall.session.session import Session
 
-__all__ = ["TrainerSteps", "trainer_of"]
-
 _log = logging.getLogger(__name__)
 
 _COUNT = "num_items_in_batch"

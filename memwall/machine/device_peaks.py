@@ -11,8 +11,6 @@ from msgspec import Struct
 
 from memwall.patches import Patches
 
-__all__ = ["AllocatorPeak", "SeparatePeaks", "allocator_peak", "reset_allocator_peak"]
-
 _WHY = "keeps a script's peaks of device memory apart from memwall's"
 _Statistics = dict[str, Any]
 

@@ -9,8 +9,6 @@ from memwall.errors import StoreError
 from memwall.mounts import mount_of
 from memwall.units import format_bytes
 
-__all__ = ["check_directory", "default_directory", "filesystem_of"]
-
 _RAM_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 _NETWORK_FILESYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "9p", "fuse.sshfs", "beegfs"}
 _logger = logging.getLogger(__name__)

@@ -12,8 +12,6 @@ from memwall.store.backend import SystemBackend
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.store.transfer import DEFAULT_BLOCK_BYTES, Transfer, TransferPool
 
-__all__ = ["probe_disk"]
-
 _PASS_SECONDS = 0.25
 _QUEUE_DEPTH = 4
 

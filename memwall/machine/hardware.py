@@ -17,8 +17,6 @@ from msgspec import Meta, Struct
 
 from memwall.errors import UsageError
 
-__all__ = ["Dtype", "Hardware", "entry_named", "hardware_named", "hardware_of_device"]
-
 Dtype = Literal["float32", "tf32", "bfloat16", "float16", "float8"]
 _Bytes = Annotated[int, Meta(gt=0)]
 _Rate = Annotated[float, Meta(gt=0)]

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-__all__ = ["Launched", "launched"]
-
 _NUM_RANKS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 _RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 _NUM_LOCAL = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")

@@ -9,8 +9,6 @@ from torch import Tensor
 from memwall.machine.tiers import Tier
 from memwall.store.pinned_arena import PinnedArena
 
-__all__ = ["probe_link", "rates"]
-
 # On the device and on the host there is one of these in each direction: together what a window of saved tensors takes.
 _PROBE_BYTES = 16 << 20
 # The first copies wake the link up; the fastest one counts.

@@ -8,8 +8,6 @@ import torch
 
 from memwall.store.page_map import PageMap
 
-__all__ = ["copy_seconds_per_byte", "fault_seconds_per_byte"]
-
 _NUM_COPIES = 5
 _NUM_TOUCHES = 3
 _PROBE_BYTES = 16 << 20

@@ -9,8 +9,6 @@ from msgspec import Meta, Struct
 
 from memwall.machine.hardware import entry_named
 
-__all__ = ["NodeLink", "link_named"]
-
 
 class NodeLink(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Describes what connects a node to others."""

@@ -2,8 +2,6 @@
 
 from torch import distributed
 
-__all__ = ["num_processes"]
-
 
 def num_processes() -> int:
     """Returns the processes of the script's process group; 1 before there is one."""

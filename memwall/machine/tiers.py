@@ -4,8 +4,6 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-__all__ = ["Machine", "Tier"]
-
 _Rate = Annotated[float, Meta(gt=0)]
 
 

@@ -10,8 +10,6 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["load_library"]
-
 
 def load_library(
     name: Literal["tensor_heap", "crc32", "pages", "rows"],

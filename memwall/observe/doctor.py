@@ -19,8 +19,6 @@ from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.trace.tags import Tag, measured_tag
 from memwall.units import format_bytes
 
-__all__ = ["Device", "Finding", "Library", "Inspection", "inspect_machine", "warnings_of"]
-
 # Distribution names, with the extra that installs each one that is optional.
 _LIBRARIES: tuple[tuple[str, str], ...] = (
     ("torch", ""),

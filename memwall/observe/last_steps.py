@@ -7,8 +7,6 @@ import msgspec
 from memwall.errors import UsageError
 from memwall.session.watch.step_metrics import StepMetrics
 
-__all__ = ["last_steps"]
-
 _MOST_BYTES = 64 << 10
 """The part at the end of the file that is read: a step has some 300 bytes."""
 

@@ -9,8 +9,6 @@ from memwall.machine.launched import launched
 from memwall.observe.run_report import RankSpread, RunReport
 from memwall.session.ranks.agreement import Ranks
 
-__all__ = ["rank_file_name", "report_of_all", "spread_over"]
-
 _PATIENCE, _PATIENCE_AFTER_FAILURE = timedelta(seconds=60), timedelta(seconds=5)
 """Time that rank 0 waits for the others' reports: they end their scripts at about the same time."""
 

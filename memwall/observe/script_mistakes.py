@@ -12,8 +12,6 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 
-__all__ = ["Mistake", "mistakes_in"]
-
 _LOW = {"bfloat16", "float16", "half"}
 
 

@@ -13,8 +13,6 @@ from memwall.machine.launched import launched
 from memwall.observe.rank_spread import rank_file_name
 from memwall.session.watch.step_metrics import StepMetrics
 
-__all__ = ["MetricsFile", "open_metrics"]
-
 _log = logging.getLogger(__name__)
 
 

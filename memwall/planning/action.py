@@ -4,8 +4,6 @@ from typing import Literal
 
 from msgspec import Struct
 
-__all__ = ["Action", "Exactness"]
-
 Exactness = Literal["bit-exact", "equivalent", "changes-numerics"]
 """Whether training under an action gives the same bits, the same mathematics with other rounding, or other numbers."""
 

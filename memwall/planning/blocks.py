@@ -9,8 +9,6 @@ from bisect import bisect_left
 from memwall.predict.call_rules import BlockCalls
 from memwall.trace.records import ModuleCall, Step, Trace
 
-__all__ = ["find_blocks"]
-
 # A block that saves more than this share of the whole is divided, if its children allow it: rematerialising one large
 # block at once would set the peak.
 _LARGE_SHARE = 1 / 6

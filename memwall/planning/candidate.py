@@ -18,8 +18,6 @@ from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
 from memwall.trace.workload_facts import workload_facts
 
-__all__ = ["Candidate", "plan_of"]
-
 
 class Candidate(Struct, frozen=True, kw_only=True):
     """Holds actions, and the bytes and seconds that a replay of the step under them took."""

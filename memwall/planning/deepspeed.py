@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["HUGGING_FACE_KEYS", "SWAPPED_MIN_BYTES", "deepspeed_config", "not_expressed", "remarks"]
-
 Place = Literal["none", "cpu", "nvme"]
 
 HUGGING_FACE_KEYS = (

@@ -16,17 +16,6 @@ from memwall.predict.link_time import LinkTime
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
 
-__all__ = [
-    "actions_text",
-    "binding_reasons",
-    "disk_wear",
-    "infeasible_message",
-    "levers_of",
-    "plan_line",
-    "relaxations",
-    "writes_text",
-]
-
 _SECONDS_PER_DAY = 86_400
 _SMALL_STEP_BYTES = 64 << 20
 """Bytes that a step adds to its process, below which nothing is gained: memwall takes 30 MiB and two margins itself."""

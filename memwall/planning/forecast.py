@@ -10,8 +10,6 @@ from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.link_time import LinkTime
 from memwall.trace.workload_facts import WorkloadFacts
 
-__all__ = ["BudgetPoint", "Forecast", "Lever", "PeakBytes"]
-
 
 class PeakBytes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Holds the peaks of one phase, by where they are measured."""

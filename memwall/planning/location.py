@@ -7,8 +7,6 @@ from memwall.trace.optimizers import JOINT, STEPPED_ALONE
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
-__all__ = ["IN_MEMORY", "Location", "can_move_optimizer_state", "can_offload"]
-
 
 class Location(Struct, frozen=True, kw_only=True):
     """Holds actions that say where bytes are which stand between steps; without actions all of them are in memory."""

@@ -5,8 +5,6 @@ from msgspec import Struct
 from memwall.planning.solver.instance import Option
 from memwall.predict.call_rules import BlockCalls, Treatment
 
-__all__ = ["MIN_MOVED_BYTES", "WINDOW_BYTES", "Costs", "Menu"]
-
 WINDOW_BYTES = 32 << 20
 """The least memory for bytes on their way out. Smaller makes the computing thread wait, larger costs memory."""
 MIN_MOVED_BYTES = 1 << 20

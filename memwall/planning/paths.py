@@ -3,8 +3,6 @@
 import re
 from collections.abc import Sequence
 
-__all__ = ["block_ranges"]
-
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 

@@ -19,8 +19,6 @@ from memwall.planning.ranks.frontends import accelerate_sharding, in_kept_precis
 from memwall.planning.technique import technique_of, techniques
 from memwall.versioned_files import FileKind, json_bytes, whole_file
 
-__all__ = ["Plan", "decoded", "save_for_ranks"]
-
 _KIND = FileKind(
     noun="plan", schema="memwall.plan", version=2, error=PlanError, way_out="make the plan again with `memwall plan`"
 )

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from memwall.planning.action import Action
 from memwall.trace.records import Trace
 
-__all__ = ["Recordings"]
-
 Record = Callable[[frozenset[str]], tuple[Trace, Action | None]]
 
 

@@ -18,8 +18,6 @@ from memwall.planning.technique import techniques
 from memwall.trace.records import Trace
 from memwall.units import parse_size
 
-__all__ = ["make_plan", "plan"]
-
 # What a plan without writes may cost more than one with them, as a share of what that adds to the plain step; and as
 # a share of the step, below which nobody notices.
 _WORTH_WRITING = 1.25

@@ -9,8 +9,6 @@ from memwall.planning.recordings import Recordings
 from memwall.predict.cuda_allocator.held_blocks import Held
 from memwall.predict.first_step import FirstStep
 
-__all__ = ["Settings"]
-
 
 class Settings(Struct, frozen=True, kw_only=True):
     """Holds what the user asked for, and what a run that has begun knows besides."""

@@ -11,8 +11,6 @@ from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 
-__all__ = ["step_under_plan", "step_under_actions"]
-
 
 def step_under_plan(trace: Trace, plan: Plan) -> Step:
     """Returns the steady step of a trace under a plan made from it."""

@@ -24,17 +24,6 @@ from memwall.predict.process import Resident
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import ModuleCall, Step, Trace
 
-__all__ = [
-    "DeepSpeedPart",
-    "Recording",
-    "Technique",
-    "allowable",
-    "register",
-    "technique_of",
-    "techniques",
-    "unregister",
-]
-
 A = TypeVar("A", bound=Action)
 
 Choice = Literal["clearly-shorter", "worth-digits", "last-resort"]

@@ -9,8 +9,6 @@ from msgspec import Struct
 from memwall.predict.packed_bytes import PACKED_ITEMSIZES, num_packed_bytes
 from memwall.trace.records import ModuleCall, Step
 
-__all__ = ["BlockCalls", "CallRules", "Moved", "Treatment"]
-
 # Selective checkpointing does not ask its policy about these (torch.utils.checkpoint.SAC_IGNORED_OPS, torch 2.13).
 UNCOUNTED_OPS = frozenset({"aten.detach.default", "prim.device.default"})
 

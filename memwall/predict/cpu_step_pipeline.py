@@ -5,8 +5,6 @@ from itertools import zip_longest
 
 from memwall.trace.records import Step
 
-__all__ = ["NUM_STAGES", "gradient_bytes", "pipelined_seconds", "staged_bytes", "staging_bytes"]
-
 NUM_STAGES = 2
 """One bucket is stepped while the next comes down; the one before goes up from where that comes down to."""
 

@@ -23,14 +23,6 @@ from memwall.predict.process import Process, Resident
 from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 
-__all__ = [
-    "MARGIN_BASIS",
-    "DeviceModel",
-    "as_first",
-    "convolution_bytes",
-    "margin_bytes",
-]
-
 # What a process may need beyond its forecast: a share of what the allocator reserves, and the workspace that cuDNN may
 # take for the largest convolution, as a multiple of the tensors that this one reads and writes. Both are the least that
 # cover 96 % of the public runs of 231 timm models on an A100 (GPUMemNet, doi 10.1145/3805621.3807621), rounded up;

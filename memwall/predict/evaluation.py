@@ -5,8 +5,6 @@ import msgspec
 from memwall.predict.curve import live_peak_bytes
 from memwall.trace.records import Step, Storage, Trace
 
-__all__ = ["evaluation_bytes"]
-
 
 def evaluation_bytes(trace: Trace, *, batch: int) -> int:
     """Returns the most that the process holds in an evaluation.

@@ -5,8 +5,6 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-__all__ = ["FirstStep"]
-
 
 class FirstStep(Struct, frozen=True, kw_only=True):
     """The recorded step, as it ran and as it would run under another budget. All in bytes of the process."""

@@ -7,8 +7,6 @@ import msgspec
 from memwall.trace.optimizers import FUSED_ON_CUDA
 from memwall.trace.records import Step, Storage, Trace
 
-__all__ = ["can_fuse", "with_fused_optimizer"]
-
 # What foreach implementations of these make new tensors with; the fused ones advance their counters by others.
 _PRODUCTS = ("aten._foreach_sqrt.", "aten._foreach_add.", "aten._foreach_mul.", "aten._foreach_neg.")
 # How `memwall.apply.optimizer_state.master_weights` takes over what somebody else has written into a parameter.

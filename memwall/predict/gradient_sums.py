@@ -14,8 +14,6 @@ import msgspec
 
 from memwall.trace.records import Step, Storage
 
-__all__ = ["with_sums_in_place"]
-
 _SUM = "aten.add.Tensor"
 # Results that share memory with an argument and yet are no views to autograd.
 _NO_VIEWS = ("aten.detach.default", "aten._unsafe_view.default")

@@ -3,8 +3,6 @@
 from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 
-__all__ = ["computes_in_half"]
-
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
 # Between two and four bytes: a product whose factor is a part of its storage looks wider than it is, never narrower.
 _MOST_BYTES = 3.0

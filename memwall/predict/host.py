@@ -9,8 +9,6 @@ from msgspec import Struct
 
 from memwall.trace.records import Step, Storage
 
-__all__ = ["HostBytes", "batch_storages", "host_bytes_of"]
-
 # Resident bytes of a process with torch 2.2 for CUDA 11.8, kernels loaded lazily, after its first tensor on a 3090,
 # without and with torch._C._cuda_getDeviceCount() before: https://github.com/pytorch/pytorch/issues/113326.
 _PROCESS_BYTES = (438_632 << 10, 2_056_600 << 10)

@@ -9,8 +9,6 @@ from typing import Literal
 
 from msgspec import Struct
 
-__all__ = ["LinkTime"]
-
 _SECONDS_PER_DAY = 86_400
 
 

@@ -12,8 +12,6 @@ from memwall.predict.process import ProcessModel, Resident
 from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 
-__all__ = ["LiveDeviceModel", "live_process"]
-
 
 class LiveDeviceModel(ProcessModel):
     """Forecasts steps in the process that recorded a trace on a CUDA device.

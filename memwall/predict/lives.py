@@ -13,8 +13,6 @@ import msgspec
 
 from memwall.trace.records import SavedTensor, Step, Storage
 
-__all__ = ["LAST", "Life", "Time", "rebuilt"]
-
 LAST = 1 << 40
 Time = tuple[int, int]
 

@@ -9,15 +9,6 @@ import msgspec
 
 from memwall.trace.records import Step, Storage
 
-__all__ = [
-    "BLOCK_ELEMENTS",
-    "SLICE_ELEMENTS",
-    "can_be_low_bit",
-    "low_bit_bytes",
-    "low_bit_elements",
-    "with_low_bit_state",
-]
-
 BLOCK_ELEMENTS = 256
 """Elements that share a scale."""
 SLICE_ELEMENTS = 128 << 10

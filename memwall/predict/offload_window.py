@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from memwall.predict.lives import Time
 
-__all__ = ["Passage", "Passing", "through_window"]
-
 
 class Passing(NamedTuple):
     """Describes bytes of a device that leave in forward."""

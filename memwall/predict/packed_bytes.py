@@ -2,8 +2,6 @@
 
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 
-__all__ = ["PACKED_ITEMSIZES", "num_packed_bytes", "scratch_bytes", "units_offset_bytes"]
-
 PACKED_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by the dtypes that are packed."""
 # Elements that share a unit, and its bytes (triton_kernels.pack).

@@ -16,8 +16,6 @@ import msgspec
 from memwall.store.backend import round_up
 from memwall.trace.records import Module, ModuleCall, Step, Storage
 
-__all__ = ["Away", "away_from", "paged_bytes", "streamed_blocks", "with_parameters_on_disk"]
-
 
 class Away(NamedTuple):
     """Lists what of a step is on disk between its uses, as indices of storages."""

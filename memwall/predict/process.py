@@ -22,8 +22,6 @@ from memwall.predict.state_on_disk import before_optimizer
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
 
-__all__ = ["TENSOR_HEAP", "Process", "ProcessModel", "Resident", "calibrated", "parked_bytes"]
-
 TENSOR_HEAP = "tensor-heap"
 """Name of the way of reuse that `memwall.predict.malloc.tensor_heap` forecasts, beside malloc's policies."""
 

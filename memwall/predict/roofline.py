@@ -11,8 +11,6 @@ from memwall.machine.hardware import Dtype, Hardware
 from memwall.trace.op_work import KernelWork, OpWork
 from memwall.trace.records import Step, Trace
 
-__all__ = ["Roofline", "with_least_seconds"]
-
 _RATES: dict[str, Dtype] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 
 

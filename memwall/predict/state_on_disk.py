@@ -13,16 +13,6 @@ import msgspec
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.trace.records import Step, Storage
 
-__all__ = [
-    "CPU_SECONDS_PER_BYTE",
-    "NUM_BUFFERS",
-    "before_optimizer",
-    "buffer_sizes",
-    "movable_state_bytes",
-    "state_sizes",
-    "with_state_on_disk",
-]
-
 CPU_SECONDS_PER_BYTE = 0.25e-9
 """A worker's checksum, system call and hand-over for each byte read or written, beside the computation on the same
 cores: 0.17 s for 671 MB (two cores, torch 2.13, 2026-11-21)."""

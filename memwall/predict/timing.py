@@ -8,8 +8,6 @@ import msgspec
 from memwall.predict.call_rules import BlockCalls
 from memwall.trace.records import Step
 
-__all__ = ["first_touch_seconds", "smoothed"]
-
 
 def smoothed(step: Step, blocks: Sequence[BlockCalls]) -> Step:
     """Returns the step with each operation's seconds replaced by the median over equal blocks at the same place.

@@ -16,8 +16,6 @@ from memwall.predict.packed_bytes import scratch_bytes
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.trace.records import Step, Storage
 
-__all__ = ["StepModel"]
-
 # What torch.get_rng_state() returns on a CPU: every checkpoint holds one, and one more while it recomputes.
 RNG_STATE_BYTES = 5056
 

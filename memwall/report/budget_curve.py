@@ -8,8 +8,6 @@ from memwall.planning.forecast import BudgetPoint, Forecast
 from memwall.report.grid import seconds_or_dash
 from memwall.units import format_bytes
 
-__all__ = ["budget_curve_view"]
-
 _WIDTH = 20
 
 

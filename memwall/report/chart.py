@@ -11,8 +11,6 @@ from msgspec import Struct
 from memwall.report.curves import Curve, PhaseBand, PositionUnit
 from memwall.units import format_bytes
 
-__all__ = ["Legend", "Scale", "chart_of", "legend_of", "scale_of"]
-
 _AXIS_TITLES: dict[PositionUnit, str] = {
     "seconds": "seconds of computing",
     "operations": "operations",

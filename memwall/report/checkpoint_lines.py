@@ -3,8 +3,6 @@
 from memwall.checkpoint.writer import CommitTimes
 from memwall.units import format_bytes, format_seconds
 
-__all__ = ["commits_line", "recovery_line"]
-
 
 def recovery_line(directory: str, *, step: int, num_bytes: int, seconds: float) -> str:
     """Returns the line of a run that goes on."""

@@ -14,19 +14,6 @@ from memwall.trace.records import Category, Step, Storage, Trace
 from memwall.trace.tags import Tag
 from memwall.units import format_bytes
 
-__all__ = [
-    "MOST_POINTS",
-    "STACK",
-    "Curve",
-    "Layer",
-    "PhaseBand",
-    "PositionUnit",
-    "category_curves",
-    "curve_of",
-    "kept_points",
-    "phase_bands",
-]
-
 PositionUnit = Literal["seconds", "operations", "events"]
 
 MOST_POINTS = 2000

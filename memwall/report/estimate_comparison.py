@@ -16,8 +16,6 @@ from memwall.units import format_bytes
 if TYPE_CHECKING:
     from memwall.trace.workload_facts import WorkloadFacts
 
-__all__ = ["Comparison", "compared"]
-
 _FITS = {
     "fits": "fits",
     "inside-margin": "inside its margin",

@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from memwall.predict.cuda_allocator.advice import AllocatorAdvice
     from memwall.trace.workload_facts import WorkloadFacts
 
-__all__ = ["allocator_facts", "estimate_facts", "workload_row"]
-
-
 _ROUTES = {
     "fake": "on fake tensors, without values, as the device would run it",
     "recorded": "two real steps on this CPU, translated: what runs hangs on values",

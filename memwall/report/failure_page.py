@@ -13,8 +13,6 @@ from memwall.report.plan_grids import action_grid, forecast_phase_grid, lever_gr
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
-__all__ = ["failure_page"]
-
 
 def failure_page(
     error: OutOfMemoryError,

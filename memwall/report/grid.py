@@ -7,17 +7,6 @@ from msgspec import Struct
 from memwall.predict.curve import LineShare, Share
 from memwall.units import Rounding, format_bytes, format_seconds
 
-__all__ = [
-    "DASH",
-    "Grid",
-    "bytes_or_dash",
-    "error_percent",
-    "ratio_text",
-    "seconds_or_dash",
-    "share_grid",
-    "share_percent",
-]
-
 DASH = "-"
 _MOST_ROWS = 10
 

@@ -24,8 +24,6 @@ from memwall.report.trace_grids import holder_grids, place_of
 from memwall.units import format_bytes, format_seconds
 from memwall.versioned_files import whole_file
 
-__all__ = ["Card", "Page", "page_html", "save_page"]
-
 
 class Card(Struct, frozen=True):
     """Holds a figure worth a large print."""

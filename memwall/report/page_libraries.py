@@ -4,8 +4,6 @@ from importlib.util import find_spec
 
 from memwall.errors import UsageError
 
-__all__ = ["require_page_libraries"]
-
 
 def require_page_libraries() -> None:
     """Checks that jinja2 and plotly are there, and imports neither.

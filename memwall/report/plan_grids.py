@@ -13,8 +13,6 @@ from memwall.report.estimate_grids import allocator_facts, workload_row
 from memwall.report.grid import DASH, Grid, bytes_or_dash, ratio_text, seconds_or_dash, share_percent
 from memwall.units import format_bytes, format_seconds
 
-__all__ = ["PLACES", "Fit", "action_grid", "fit_of", "forecast_phase_grid", "lever_grid", "plan_facts"]
-
 PLACES = {
     "allocated_bytes": "tensors",
     "reserved_bytes": "reserved",

@@ -4,8 +4,6 @@ from memwall.planning.ranks.forecast import CurvePoint, RankChoice, RanksForecas
 from memwall.report.grid import DASH, Grid, bytes_or_dash, seconds_or_dash
 from memwall.units import format_bytes
 
-__all__ = ["ranks_grids"]
-
 
 def ranks_grids(ranks: RanksForecast | None, *, is_explained: bool) -> tuple[Grid, ...]:
     """Returns the tables of many ranks, with the reason against each way or without; none of a plan for one process."""

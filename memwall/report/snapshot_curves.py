@@ -7,8 +7,6 @@ from memwall.predict.snapshot.timeline import UNKNOWN, Timeline, category_bytes
 from memwall.report.curves import MOST_POINTS, STACK, Curve, Layer, kept_points
 from memwall.units import format_bytes
 
-__all__ = ["IDLE", "STRANDED", "snapshot_curve"]
-
 STRANDED = "stranded"
 IDLE = "idle segments"
 

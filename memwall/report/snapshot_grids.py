@@ -8,18 +8,6 @@ from memwall.predict.snapshot.analysis import DeviceAnalysis, Moment
 from memwall.report.grid import Grid, error_percent, share_grid, share_percent
 from memwall.units import format_bytes
 
-__all__ = [
-    "SNAPSHOT_SCOPE",
-    "failure_grid",
-    "holder_grids",
-    "moment_grid",
-    "pin_grid",
-    "retry_grid",
-    "settings_grids",
-    "snapshot_grids",
-    "snapshot_verdict",
-]
-
 SNAPSHOT_SCOPE = (
     "Counted: memory of torch's caching allocator. Not in it: the CUDA context, libraries that allocate for "
     "themselves (NCCL), other processes."

@@ -12,8 +12,6 @@ from memwall.report.snapshot_curves import snapshot_curve
 from memwall.report.snapshot_grids import SNAPSHOT_SCOPE, snapshot_grids, snapshot_verdict
 from memwall.units import format_bytes
 
-__all__ = ["snapshot_page"]
-
 
 def snapshot_page(devices: Sequence[tuple[DeviceAnalysis, Timeline]], title: str) -> Page:
     """Returns a page with everything there is to say about a snapshot.

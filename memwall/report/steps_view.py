@@ -11,8 +11,6 @@ from memwall.report.text import facts
 from memwall.session.watch.step_metrics import StepMetrics
 from memwall.units import format_bytes, format_seconds
 
-__all__ = ["steps_view"]
-
 _WIDTH = 30
 _BARS = " ▁▂▃▄▅▆▇█"
 

@@ -13,8 +13,6 @@ from memwall.report.run_grids import time_findings
 from memwall.report.text import facts, plan_verdict, printable, ranks_text, run_verdict, shown_verdict
 from memwall.units import format_bytes, format_seconds
 
-__all__ = ["plan_summary", "run_summary"]
-
 
 def plan_summary(plan: Plan) -> Group:
     """Says whether a plan fits, what it does, and what that costs."""

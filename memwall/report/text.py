@@ -41,27 +41,6 @@ if TYPE_CHECKING:
     from memwall.planning.estimate import Estimate
     from memwall.trace.workload_facts import WorkloadFacts
 
-__all__ = [
-    "Verdict",
-    "comparison",
-    "estimate_report",
-    "facts",
-    "plan_report",
-    "plan_verdict",
-    "printable",
-    "ranks_text",
-    "run_findings",
-    "run_report",
-    "run_verdict",
-    "shown_verdict",
-    "snapshot_report",
-    "tables_of",
-    "trace_report",
-    "trace_scope",
-    "trace_verdict",
-    "verify_status",
-]
-
 Verdict = tuple[Fit, str]
 
 _SIGNS = {

@@ -7,18 +7,6 @@ from memwall.report.grid import Grid, seconds_or_dash, share_grid, share_percent
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes, format_seconds
 
-__all__ = [
-    "HighestPoint",
-    "highest_point",
-    "holder_grids",
-    "op_grid",
-    "phase_grid",
-    "phase_peaks",
-    "place_of",
-    "process_note",
-    "shown_steps",
-]
-
 PHASES = ("forward", "loss", "backward", "optimizer", "eval", "other")
 """Tables have them in this order."""
 _BAR_WIDTH = 20

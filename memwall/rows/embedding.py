@@ -29,8 +29,6 @@ from memwall.rows.store import RowLayout, RowStore
 from memwall.rows.table import RowTable, TableWeight
 from memwall.units import parse_size
 
-__all__ = ["RowEmbedding", "RowEmbeddingBag", "TableOptions"]
-
 _IMPORT_ROWS = 1 << 14
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from memwall.errors import ApplyError
 
-__all__ = ["Passes", "RowExchange"]
-
 Passes = list[tuple[Tensor, Tensor]]
 """One lookup's gradients after another's: ids [n], and values [n, dim]."""
 

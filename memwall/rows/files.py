@@ -19,8 +19,6 @@ from memwall.rows.store_file import ShardHeader, read_header, read_rows, shard_p
 from memwall.rows.table import RowTable
 from memwall.versioned_files import sync_directory
 
-__all__ = ["load_table", "save_table"]
-
 _T = TypeVar("_T")
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from memwall.errors import StoreError
 from memwall.rows.loops import find_rows, place_rows, rows_library
 
-__all__ = ["RowIndex"]
-
 _MAX_LOAD = 0.7
 _MIN_CELLS = 1024
 _GROWTH = 1.25

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from memwall.rows.loops import NUM_LEVELS, draw_rows
 
-__all__ = ["InitialRows"]
-
 _GRID = 1 << 20
 
 

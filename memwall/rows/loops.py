@@ -14,21 +14,6 @@ from torch import Tensor
 from memwall.errors import NotAvailableError
 from memwall.native import load_library
 
-__all__ = [
-    "COLD",
-    "HELD",
-    "RECENT",
-    "NUM_LEVELS",
-    "Arena",
-    "draw_rows",
-    "find_rows",
-    "locate_rows",
-    "mixed",
-    "place_rows",
-    "rows_library",
-    "take_cold_frames",
-]
-
 COLD, RECENT, HELD = 0, 1, 2
 """Uses of a frame: the clock's hand takes the first, makes it of the second, and passes the third."""
 NUM_LEVELS = 1 << 16

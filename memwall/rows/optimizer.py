@@ -22,8 +22,6 @@ from memwall.patches import note_permanent
 from memwall.rows.store import RowColumns
 from memwall.rows.table import RowUpdate, TableWeight
 
-__all__ = ["clip_grad_norm_", "install_hooks"]
-
 
 def _sparse_adam(group: dict[str, Any], dim: int) -> RowUpdate:
     moments = (RowColumns(name="exp_avg", width=dim), RowColumns(name="exp_avg_sq", width=dim))

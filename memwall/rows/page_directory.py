@@ -7,8 +7,6 @@ from torch import Tensor
 
 from memwall.rows.page_swaps import PageSwaps
 
-__all__ = ["AWAY", "LEAVING", "PageDirectory", "SlotNeeded"]
-
 AWAY, LEAVING = -1, -2
 """Stands for the frame of a page that has none, and of one that is still being written out of its."""
 _NUM_ENTRIES = 1024

@@ -23,8 +23,6 @@ from memwall.store.scheduling import schedule_as_batch
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.units import format_bytes
 
-__all__ = ["Moves", "PageMover", "PageSwaps", "pages_library"]
-
 _SWAPS_PER_TASK = 16
 """Waking a thread takes the training thread's time, as much as some pages do."""
 _STALL_SECONDS = 60.0

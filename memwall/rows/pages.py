@@ -22,8 +22,6 @@ from memwall.store.buckets import BucketBuffer
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.units import format_bytes
 
-__all__ = ["PageCache"]
-
 _SEGMENT_BYTES = 16 << 20
 _MIN_FRAMES = 16
 # Emptying frames for one write costs the caller nearly as much as for several.

@@ -21,8 +21,6 @@ from memwall.store.backend import SystemBackend
 from memwall.store.closing import Closing
 from memwall.store.scratch import ScratchFile
 
-__all__ = ["RowColumns", "RowLayout", "RowStore"]
-
 # Zipf ids (exponent 1.1), 20M rows of 768 bytes, cache of 128 MiB, pages read | written a step of 4096 ids at 4, 8, 16
 # and 32 KiB a page: 226 | 338, 241 | 299, 240 | 268, 252 | 266. Neighbours arrived together: larger pages lose no hits.
 _PAGE_BYTES = 16 << 10

@@ -22,8 +22,6 @@ from memwall.rows.store import RowLayout
 from memwall.store.transfer import memory_at
 from memwall.units import format_bytes
 
-__all__ = ["ShardHeader", "read_header", "read_rows", "shard_path", "shard_paths", "write_shard"]
-
 _MAGIC = b"MWROWS01"
 _LENGTH_AND_CRC = struct.Struct("<II")
 _NUM_ROWS = struct.Struct("<Q")

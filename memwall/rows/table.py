@@ -20,8 +20,6 @@ from memwall.rows.store import RowColumns, RowLayout, RowStore
 from memwall.torch_internals.autograd import current_backward
 from memwall.torch_internals.storages import sparse_indices, sparse_nnz, sparse_values
 
-__all__ = ["RowTable", "RowUpdate", "TableWeight"]
-
 StoreMaker = Callable[[RowLayout, InitialRows], RowStore]
 
 

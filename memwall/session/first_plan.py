@@ -23,8 +23,6 @@ from memwall.trace.modules import fingerprint
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
-__all__ = ["charged", "asked", "check_device", "check_device_has", "check_plan_is_for", "planned"]
-
 _log = logging.getLogger(__name__)
 
 # Part of the margin that planning may use up before the plan is made again with it known.

@@ -15,8 +15,6 @@ from memwall.session.session import Session
 from memwall.trace.optimizers import Optimizers, optimizers_of, trains
 from memwall.units import parse_size
 
-__all__ = ["fit", "open_session"]
-
 
 def fit(
     model: nn.Module,

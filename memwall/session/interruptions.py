@@ -9,8 +9,6 @@ from typing import Any
 
 from memwall.patches import Patches
 
-__all__ = ["interruptions_put_off"]
-
 _log = logging.getLogger(__name__)
 _MOST = 4
 """So many interruptions are an order: the disk may never answer."""

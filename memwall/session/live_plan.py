@@ -32,8 +32,6 @@ from memwall.session.recorded_step import RecordedForms, RecordedStep
 from memwall.session.step_borders import StepBorders
 from memwall.trace.records import Trace
 
-__all__ = ["LivePlan", "Revision"]
-
 _log = logging.getLogger(__name__)
 
 _NUM_COPIES = 2

@@ -17,8 +17,6 @@ from memwall.torch_internals.storages import sparse_indices, sparse_values
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
 
-__all__ = ["Measurements", "standing_bytes", "trained_parameters"]
-
 
 class Measurements(Struct, kw_only=True):
     """Holds what was measured while a session ran; its methods alone change it."""

@@ -9,8 +9,6 @@ from memwall.errors import OutOfMemoryError, StoreError, UsageError
 from memwall.units import format_bytes
 from memwall.versioned_files import whole_file
 
-__all__ = ["MAX_ATTEMPTS", "NextBudget", "note_failure", "read_next_budget"]
-
 MAX_ATTEMPTS = 3
 """How often a run is given another plan for the same reason: one that needs more holds something that no plan knows."""
 _NAME = "out-of-memory.json"

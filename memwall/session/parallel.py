@@ -12,8 +12,6 @@ from memwall.errors import UsageError
 from memwall.torch_internals.process_groups import has_pipeline_stage
 from memwall.torch_internals.sharding import is_divided_otherwise
 
-__all__ = ["PIPELINE", "check_no_pipeline", "check_optimizer", "check_parallel"]
-
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 _DEEPSPEED = (

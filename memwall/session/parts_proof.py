@@ -33,8 +33,6 @@ from memwall.errors import MemwallError, NotExactError
 from memwall.machine.process_group import num_processes
 from memwall.session.step_state import StepState
 
-__all__ = ["ROUNDING_RATIO", "PartsProof"]
-
 ROUNDING_RATIO = 1e-3
 """The most that gradients of the same mathematics differ by in single precision, as a share of their norm."""
 _LOW_PRECISION_RATIO = 3e-2

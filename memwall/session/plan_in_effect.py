@@ -29,8 +29,6 @@ from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
-__all__ = ["PlanInEffect"]
-
 _log = logging.getLogger(__name__)
 
 _NUM_COPIES = 2

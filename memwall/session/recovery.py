@@ -22,8 +22,6 @@ from memwall.session.step_state import StepState
 from memwall.torch_internals.allocator import clear_cublas_workspaces
 from memwall.units import format_bytes
 
-__all__ = ["Recovery", "excess_bytes"]
-
 _log = logging.getLogger(__name__)
 
 _STATE_IN_FIRST_STEP = (

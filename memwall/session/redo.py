@@ -12,8 +12,6 @@ from memwall.session.step_borders import StepBorders
 from memwall.session.step_state import StepState
 from memwall.torch_internals.autograd import version_of
 
-__all__ = ["Redo"]
-
 _T = TypeVar("_T")
 
 

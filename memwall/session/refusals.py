@@ -5,8 +5,6 @@ from torch import nn
 
 from memwall.errors import ApplyError, UsageError
 
-__all__ = ["check_is_trainable_here", "check_not_captured"]
-
 
 def check_is_trainable_here(model: nn.Module) -> None:
     """Looks at how a model is spread, and at layers that count their calls.

@@ -36,8 +36,6 @@ from memwall.torch_internals.dispatch import end_stand_in
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
 
-__all__ = ["Session"]
-
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 

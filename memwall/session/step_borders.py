@@ -24,8 +24,6 @@ from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import trains
 from memwall.trace.together import models_of
 
-__all__ = ["StepBorders", "StepListener"]
-
 _log = logging.getLogger(__name__)
 
 

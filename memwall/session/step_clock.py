@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["StepClock"]
-
 
 class StepClock:
     """Measures one step after the other.

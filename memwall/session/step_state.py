@@ -6,9 +6,6 @@ from torch import Tensor, nn
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.modules import own_buffers
 
-__all__ = ["StepState"]
-
-
 # Batch statistics change without a trace, as the schema of aten::native_batch_norm does not say that it writes to them:
 # small buffers are copied in any case. Large ones are tables and masks, as a rule.
 _SMALL_BYTES = 1 << 20

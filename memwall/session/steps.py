@@ -29,8 +29,6 @@ from memwall.torch_internals.compiler import is_compiled
 from memwall.torch_internals.dispatch import end_stand_in, out_of_inference_mode
 from memwall.trace.together import models_of
 
-__all__ = ["State", "Steps"]
-
 State = Literal["waiting", "recording", "recorded", "running", "closed"]
 
 _T = TypeVar("_T")

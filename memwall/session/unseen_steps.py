@@ -18,8 +18,6 @@ from memwall.session.measurements import Measurements
 from memwall.torch_internals.autograd import execution_is_transformed
 from memwall.units import format_bytes
 
-__all__ = ["UnseenSteps"]
-
 _NUM_LOOKED_AT = 3
 """Steps after which a run is not refused any more: it has trained for some time, and its end says what it held."""
 _LEFT_BYTES = 16 << 20

@@ -8,8 +8,6 @@ call. A training run would then differ from itself.
 
 import torch
 
-__all__ = ["FUNCTIONS", "settle_first_calls"]
-
 FUNCTIONS = (
     torch.acos,
     torch.asin,

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AwayTensor", "away_like"]
-
 
 class _Holder(Protocol):
     home: torch.device

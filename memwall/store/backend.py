@@ -18,16 +18,6 @@ from memwall.mounts import is_made_read_only
 from memwall.store.own_file import open_own
 from memwall.units import format_bytes
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "OpenScratch",
-    "SystemBackend",
-    "read_fully",
-    "refused",
-    "round_up",
-    "write_fully",
-]
-
 # O_DIRECT wants address, offset and length in units of the device's logical block: 512 or 4096 on today's disks.
 ALIGNMENT_BYTES = 4096
 _ZERO_FILL_BYTES = 1 << 20

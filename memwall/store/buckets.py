@@ -21,18 +21,6 @@ from memwall.store.room import with_room
 from memwall.store.scratch import Slot
 from memwall.store.transfer import Transfer, TransferPool, memory_at
 
-__all__ = [
-    "Bucket",
-    "BucketBuffer",
-    "DiskBucket",
-    "DiskSpace",
-    "Entry",
-    "can_move",
-    "drop_reads",
-    "is_dense",
-    "padded_bytes",
-]
-
 # Kernels load whole vectors; torch's own allocations begin at such a boundary as well.
 _TENSOR_ALIGNMENT_BYTES = 64
 

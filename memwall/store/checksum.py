@@ -9,8 +9,6 @@ import zlib
 
 from memwall.native import load_library
 
-__all__ = ["crc32"]
-
 # Below, the call costs what it saves.
 _MIN_BYTES = 4096
 

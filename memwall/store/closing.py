@@ -2,8 +2,6 @@
 
 from typing import Self
 
-__all__ = ["Closing"]
-
 
 class Closing:
     """Is given back by `close`, or at the end of a `with` block."""

@@ -20,26 +20,6 @@ from msgspec import Struct
 from memwall.errors import StoreError
 from memwall.store.backend import ALIGNMENT_BYTES
 
-__all__ = [
-    "COMMIT_BYTES",
-    "DATA_NAME",
-    "FORMAT_VERSION",
-    "COMMIT_NAME",
-    "Extent",
-    "Meta",
-    "Record",
-    "Superblock",
-    "decode_meta",
-    "decode_record",
-    "decode_superblock",
-    "digest_of",
-    "encode_meta",
-    "encode_record",
-    "encode_superblock",
-    "is_blank",
-    "record_offset",
-]
-
 FORMAT_VERSION = 1
 COMMIT_NAME, DATA_NAME = "memwall.commit", "memwall.data"
 COMMIT_BYTES = 3 * ALIGNMENT_BYTES

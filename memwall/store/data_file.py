@@ -10,8 +10,6 @@ from memwall.store.backend import ALIGNMENT_BYTES, OpenScratch, SystemBackend, r
 from memwall.store.extents import FreeExtents
 from memwall.store.scratch import ScratchFile, Slot
 
-__all__ = ["DataFile", "open_kept"]
-
 
 def open_kept(backend: SystemBackend, path: str, *, is_read_only: bool = False) -> OpenScratch:
     """Opens a file of a checkpoint; one that is to be written is created where there is none.

@@ -14,8 +14,6 @@ from memwall.errors import StoreError
 from memwall.store.backend import refused
 from memwall.store.own_file import open_own
 
-__all__ = ["DirectoryLock"]
-
 _NAME = "memwall.lock"
 _MAX_OWNER_BYTES = 200
 _held: set[str] = set()  # a record lock does not keep its own process out

@@ -21,8 +21,6 @@ from memwall.store.scratch import Slot
 from memwall.store.transfer import Transfer, TransferPool, memory_at
 from memwall.units import format_bytes
 
-__all__ = ["ByteRange", "DiskLoad", "DiskParked", "DiskTier", "StagingArena", "StorageTier"]
-
 P = TypeVar("P")
 L = TypeVar("L")
 

@@ -2,8 +2,6 @@
 
 from bisect import bisect_left
 
-__all__ = ["FreeExtents"]
-
 
 class FreeExtents:
     """Extents [offset, offset + size) that nobody uses; neighbours are merged, the best fit is given out."""

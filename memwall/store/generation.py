@@ -11,8 +11,6 @@ from memwall.store.data_file import DataFile
 from memwall.store.scratch import Slot
 from memwall.units import format_bytes
 
-__all__ = ["Generation", "Stored", "blank_pages", "verified"]
-
 _CONTENTS = "the table of contents"
 
 

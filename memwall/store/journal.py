@@ -41,8 +41,6 @@ from memwall.store.directory_lock import DirectoryLock
 from memwall.store.generation import Generation, Stored, blank_pages, verified
 from memwall.store.transfer import DEFAULT_BLOCK_BYTES, TransferPool
 
-__all__ = ["Journal", "is_begun", "recorded_steps"]
-
 _log = logging.getLogger(__name__)
 
 

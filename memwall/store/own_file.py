@@ -6,8 +6,6 @@ import stat
 
 from memwall.errors import StoreError
 
-__all__ = ["open_own"]
-
 
 def open_own(path: str, *, is_read_only: bool = False) -> int:
     """Returns a descriptor of a regular file, never of what a link leads to.

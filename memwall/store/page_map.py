@@ -12,8 +12,6 @@ from pathlib import Path
 
 from memwall.errors import StoreError
 
-__all__ = ["PageMap", "has_pages", "is_only_for_tensors", "move_pages", "return_file_pages"]
-
 # With huge pages, in GB/s (2 cores, ext4 on a virtual disk, 24 tensors of 16 MiB): filled by copying 5.4 against 1.4,
 # read from disk 1.5 against 1.0; given up in 1 ms against 128 ms.
 _HUGE_PAGE_BYTES = 2 << 20

@@ -14,8 +14,6 @@ from memwall.store.page_map import PageMap, has_pages, move_pages
 from memwall.store.scratch import Slot
 from memwall.store.transfer import Transfer, TransferPool, memory_at
 
-__all__ = ["PagedTensor", "WriteBehind"]
-
 
 class PagedTensor:
     """Keeps a CPU tensor in an anonymous map of its own, with a slot on disk.

@@ -15,8 +15,6 @@ from memwall.store.backend import round_up
 from memwall.store.extents import FreeExtents
 from memwall.units import format_bytes
 
-__all__ = ["NoPinnedRoomError", "PinnedArena", "PinnedSlot"]
-
 _log = logging.getLogger(__name__)
 
 _SLOT_ALIGNMENT_BYTES = 512

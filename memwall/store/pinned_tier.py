@@ -13,8 +13,6 @@ from memwall.store.disk_tier import ByteRange
 from memwall.store.pinned_arena import PinnedArena, PinnedSlot
 from memwall.store.room import with_room
 
-__all__ = ["PinnedLoad", "PinnedParked", "PinnedTier"]
-
 
 @dataclass(slots=True, eq=False)
 class PinnedParked:

@@ -14,8 +14,6 @@ import torch
 from memwall.patches import Patches
 from memwall.units import format_bytes
 
-__all__ = ["CudaLimit", "asked_bytes_of", "cuda_room_bytes", "cuda_segment_room_bytes", "with_room"]
-
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")

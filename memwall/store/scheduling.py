@@ -3,8 +3,6 @@
 import os
 from contextlib import suppress
 
-__all__ = ["schedule_as_batch"]
-
 
 def schedule_as_batch() -> None:
     """Has the calling thread wait for its turn when it wakes up, where it would interrupt another thread.

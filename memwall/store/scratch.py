@@ -12,8 +12,6 @@ from memwall.store.extents import FreeExtents
 from memwall.store.page_map import PageMap
 from memwall.units import format_bytes
 
-__all__ = ["ScratchFile", "Slot"]
-
 _OUT_OF_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 

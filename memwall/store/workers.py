@@ -18,8 +18,6 @@ from memwall.store.scheduling import schedule_as_batch
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.units import format_bytes
 
-__all__ = ["LOOK_SECONDS", "Piece", "Transfer", "WorkState", "run_worker", "shut_down", "stalled_disk"]
-
 _JOIN_SECONDS = 5.0
 LOOK_SECONDS = 1.0
 """Most seconds of a wait for the disk that are counted at a time, however long it takes by the clock: while a process

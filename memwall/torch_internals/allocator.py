@@ -8,13 +8,6 @@ from typing import Any
 
 from memwall.torch_internals.names import find, function
 
-__all__ = [
-    "clear_cublas_workspaces",
-    "set_settings",
-    "settings_in_force",
-    "snapshot",
-]
-
 _get_settings = find("torch._C._accelerator_getAllocatorSettings", "reading the CUDA allocator's settings back")
 
 

@@ -8,20 +8,6 @@ from torch import Tensor
 
 from memwall.torch_internals.names import attribute, find, function, method
 
-__all__ = [
-    "accumulation_hooks",
-    "after_backward",
-    "current_backward",
-    "current_node",
-    "execution_is_transformed",
-    "has_input_dtypes",
-    "innermost_saved_tensor_hooks",
-    "input_dtypes",
-    "next_sequence_number",
-    "sequence_number_of",
-    "version_of",
-]
-
 current_node: Callable[[], Any] = function("torch._C._current_autograd_node", "telling forward from backward")
 """Returns the autograd node that runs in this thread; None outside of backward.
 

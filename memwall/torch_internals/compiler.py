@@ -17,21 +17,6 @@ from torch import nn
 
 from memwall.torch_internals.names import find
 
-__all__ = [
-    "COMPILED_CALL",
-    "COMPILER_ATTRIBUTES",
-    "CompiledForm",
-    "calls_as_one",
-    "compiled_call_of",
-    "compiled_form",
-    "has_compiler",
-    "inside_compiled",
-    "is_compiled",
-    "is_region",
-    "num_compiled",
-    "unseen",
-]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 COMPILED_CALL = "_compiled_call_impl"

@@ -9,22 +9,6 @@ import torch
 
 from memwall.torch_internals.names import find, function, kind
 
-__all__ = [
-    "TorchDispatchMode",
-    "active_dispatch_modes",
-    "disabled_torch_function",
-    "end_stand_in",
-    "has_modes",
-    "leave_mode",
-    "make_wrapper",
-    "out_of_inference_mode",
-    "reading_no_elements",
-    "without_dispatch",
-    "without_dispatch_modes",
-    "without_function_modes",
-    "without_subclass_functions",
-]
-
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:

@@ -9,18 +9,6 @@ import torch
 
 from memwall.torch_internals.names import find, function, kind
 
-__all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeCopyMode",
-    "FakeTensor",
-    "FakeTensorMode",
-    "UnsupportedOperatorException",
-    "quiet_fake_tensors",
-    "unset_fake_temporarily",
-    "without_truncated_sampling",
-]
-
 _MODULE = "torch._subclasses.fake_tensor"
 _FOR = "recording a step on fake tensors"
 

@@ -7,18 +7,6 @@ from torch import Tensor, nn
 
 from memwall.torch_internals.names import find, instance_attribute
 
-__all__ = [
-    "checkpointing_function_of",
-    "is_loader_iterator",
-    "is_running_norm",
-    "own_buffers",
-    "own_modules",
-    "own_parameters",
-    "waits_for_new_buckets",
-    "with_parameters",
-    "without_state_dict_entry",
-]
-
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = instance_attribute(
     "torch.nn.Module._parameters", "putting parameters in their places without their module's checks"
 )

@@ -12,8 +12,6 @@ import torch
 
 from memwall.errors import NotAvailableError
 
-__all__ = ["REGISTRY", "Name", "attribute", "error", "find", "function", "instance_attribute", "kind", "method"]
-
 _TESTED = "2.13.0"
 
 

@@ -8,8 +8,6 @@ import torch
 
 from memwall.torch_internals.names import find, instance_attribute
 
-__all__ = ["group_initialiser_of", "inner_schedulers", "step_post_hooks", "step_pre_hooks"]
-
 _FOR = "an optimizer's step taken over by memwall (its state elsewhere, or fewer bits)"
 
 step_pre_hooks: Callable[[torch.optim.Optimizer], OrderedDict[int, Any]] = instance_attribute(

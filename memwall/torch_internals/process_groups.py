@@ -7,8 +7,6 @@ from typing import Any
 
 from memwall.torch_internals.names import function
 
-__all__ = ["has_pipeline_stage", "store_of_all"]
-
 store_of_all: Callable[[], Any] = function(
     "torch.distributed.distributed_c10d._get_default_store", "one plan for several ranks"
 )

@@ -7,8 +7,6 @@ from typing import Any
 
 from memwall.torch_internals.names import REGISTRY, error, find
 
-__all__ = ["begin_watching_allocations", "end_watching_allocations", "has_allocation_events"]
-
 _FOR = "measuring what operators allocate for themselves"
 
 _enable: Any = find("torch._C._autograd._enable_profiler_legacy", _FOR)

@@ -10,8 +10,6 @@ from memwall.patches import Patches
 from memwall.torch_internals.modules import waits_for_new_buckets
 from memwall.torch_internals.names import find
 
-__all__ = ["buckets_of", "make_buckets"]
-
 _FOR = "going on with DistributedDataParallel to the same bits"
 _names = [
     find(f"torch.nn.parallel.DistributedDataParallel.{name}", _FOR)

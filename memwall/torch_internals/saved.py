@@ -12,8 +12,6 @@ from memwall.errors import ApplyError
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.dispatch import has_modes, without_dispatch_modes, without_function_modes
 
-__all__ = ["Kept", "SavedTensorModifiedError", "Versioned", "check_unmodified", "described", "quiet"]
-
 _NOTHING_TO_HIDE_FROM = nullcontext()
 
 

@@ -9,18 +9,6 @@ from torch import Tensor, nn
 from memwall.errors import ApplyError
 from memwall.torch_internals.names import instance_attribute
 
-__all__ = [
-    "gathered_parameters",
-    "is_sharded",
-    "is_divided_otherwise",
-    "is_sharding_unit",
-    "like_shard",
-    "local_part",
-    "place_in_whole",
-    "shard_of",
-    "standing_parameters",
-]
-
 shard_of: Callable[[Any], Tensor] = instance_attribute(
     "torch.distributed.tensor.DTensor._local_tensor", "training with parameters that are DTensors"
 )

@@ -8,16 +8,6 @@ from torch import Tensor
 
 from memwall.torch_internals.names import attribute, function, kind, method
 
-__all__ = [
-    "StorageWeakRef",
-    "identity_of",
-    "num_references",
-    "sparse_indices",
-    "sparse_nnz",
-    "sparse_values",
-    "weak_tensor_dict",
-]
-
 if TYPE_CHECKING:
     from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 else:

@@ -6,8 +6,6 @@ what needs it says so: fake recordings, parameters and gradients on disk, deferr
 
 from memwall.torch_internals.names import function
 
-__all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_map_only"]
-
 _FOR = "walking through nested tensors"
 
 tree_flatten = function("torch.utils._pytree.tree_flatten", _FOR)

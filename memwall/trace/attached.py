@@ -22,8 +22,6 @@ from memwall.patches import Patch, Patches
 from memwall.torch_internals.compiler import compiled_form
 from memwall.trace.compiled_call import CompiledCall
 
-__all__ = ["attach_hook", "call_where_forward_is_called", "forward_of", "has_hooks", "wrap_forward"]
-
 _ASKED = "__getstate__"
 _TABLES_OF_CALLS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

@@ -13,8 +13,6 @@ from torch import nn
 from memwall.patches import Patch, Patches
 from memwall.torch_internals.compiler import COMPILED_CALL, compiled_call_of
 
-__all__ = ["CompiledCall"]
-
 
 class _Hook(NamedTuple):
     run: Callable[..., Any]

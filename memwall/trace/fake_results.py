@@ -13,8 +13,6 @@ from torch import Tensor
 from memwall.torch_internals.operators import operator_named
 from memwall.trace import recurrent
 
-__all__ = ["as_real", "run_fake"]
-
 _aten = torch.ops.aten
 _GROUPED_MM = operator_named("_grouped_mm.default")
 _CTC_LOSS_BACKWARD = operator_named("_ctc_loss_backward.Tensor")

@@ -28,8 +28,6 @@ from memwall.torch_internals.trees import tree_flatten, tree_map
 from memwall.trace.fake_results import as_real, run_fake
 from memwall.trace.source_lines import user_frame
 
-__all__ = ["KnownValues"]
-
 # Token masks and positions of one micro-batch are well below; attention masks beyond 1k x 1k only cost time.
 _MOST_ELEMENTS = 1 << 20
 # Counters, schedules and drop rates. Larger floating-point tensors are weights, whose values decide nothing, but for

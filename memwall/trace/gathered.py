@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from memwall.torch_internals.sharding import gathered_parameters, is_sharding_unit
 from memwall.torch_internals.storages import identity_of
 
-__all__ = ["Gathered"]
-
 
 class Gathered:
     """Knows the gathered parameters of models, as soon as each unit has run once."""

@@ -11,8 +11,6 @@ from memwall.torch_internals.compiler import inside_compiled
 from memwall.torch_internals.modules import is_running_norm
 from memwall.trace.records import Module
 
-__all__ = ["ModuleTable", "fingerprint"]
-
 
 class ModuleTable:
     """Numbers the modules below one or several roots.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from memwall.torch_internals.storages import identity_of
 
-__all__ = ["OWN_WORK", "OpWork", "OwnWork", "KernelWork", "own_work_of", "work_of"]
-
 
 class KernelWork(NamedTuple):
     """Describes one kernel of several that an operator runs, one after the other."""

@@ -11,21 +11,6 @@ import torch
 from msgspec import Struct
 from torch import nn
 
-__all__ = [
-    "ELEMENTWISE",
-    "FUSED_ON_CUDA",
-    "JOINT",
-    "STEPPED_ALONE",
-    "WITH_MOMENTS",
-    "Optimizers",
-    "has_moments",
-    "joint_name",
-    "known_class",
-    "leaves_foreach_to_torch",
-    "optimizers_of",
-    "trains",
-]
-
 
 class _Class(Struct, frozen=True, kw_only=True):
     """Says how the optimizers of one class step. Whoever adds one has read its step."""

@@ -18,9 +18,6 @@ from memwall.torch_internals.autograd import next_sequence_number, sequence_numb
 from memwall.torch_internals.compiler import is_region
 from memwall.torch_internals.operators import packet_of
 
-__all__ = ["SourceLines", "StepLines", "user_frame"]
-
-
 _PACKAGE = Path(__file__).parent.parent
 _TORCH = Path(torch.__file__).parent
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")

@@ -12,8 +12,6 @@ from memwall.errors import MemwallError, UsageError
 from memwall.patches import note_permanent
 from memwall.trace.workload import Workload
 
-__all__ = ["describe_error", "load_workload"]
-
 _FORMS = "expected package.module:factory or path/file.py:factory, a function that returns a memwall.Workload"
 
 

@@ -4,8 +4,6 @@ from typing import Literal
 
 from memwall.trace.records import Trace
 
-__all__ = ["Tag", "measured_tag", "trace_tag"]
-
 Tag = Literal["simulated", "cpu-measured", "gpu-measured", "external"]
 """`external`: somebody else's measurement, as a snapshot that was handed in. A record in another has that one's tag."""
 

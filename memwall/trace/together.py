@@ -6,8 +6,6 @@ from torch import nn
 
 from memwall.trace.modules import root_names
 
-__all__ = ["TrainedTogether", "models_of"]
-
 
 class TrainedTogether(nn.Module):
     """Holds models, each under the name of its class. Nobody calls it: the loop calls what it holds."""

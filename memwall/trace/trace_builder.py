@@ -21,8 +21,6 @@ from memwall.trace.steps import build_step
 from memwall.trace.workload import Workload
 from memwall.trace.workspaces import Workspaces
 
-__all__ = ["TraceBuilder", "record", "run_evaluated", "run_recorded"]
-
 _TRAINING = (
     ("forward", "the model was not called with gradients on"),
     ("backward", "loss.backward() was not called"),

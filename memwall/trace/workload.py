@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-__all__ = ["Workload"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:

@@ -8,8 +8,6 @@ from msgspec import Struct
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 
-__all__ = ["WorkloadFacts", "workload_facts"]
-
 
 class WorkloadFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Holds the training step that a forecast is for: what was asked for, and what was assumed where nothing was."""

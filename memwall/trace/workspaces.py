@@ -18,8 +18,6 @@ from memwall.torch_internals.profiler import (
     has_allocation_events,
 )
 
-__all__ = ["AheadOfResults", "Workspace", "Workspaces"]
-
 _log = logging.getLogger(__name__)
 
 # Smaller inputs than this have no workspace worth measuring.

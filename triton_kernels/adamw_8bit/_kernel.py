@@ -12,8 +12,6 @@ from .._launch import is_interpreting, on_device
 from .._store import nearest_integers, store_rounded
 from ._terms import BLOCK_ELEMENTS, MOMENT_LEVELS, ROOT_CEILING, ROOT_LEVELS, Moments, Scalars
 
-__all__ = ["adamw_8bit_kernel", "launch_adamw_8bit"]
-
 _UNIT = tl.constexpr(BLOCK_ELEMENTS)
 _MOMENT_LEVELS = tl.constexpr(float(MOMENT_LEVELS))
 _ROOT_SQUARES = tl.constexpr(float(ROOT_LEVELS**2))

@@ -6,8 +6,6 @@ from torch import Tensor
 from .._rows import row_slices
 from ._terms import BLOCK_ELEMENTS, MOMENT_LEVELS, ROOT_CEILING, ROOT_LEVELS, Moments, Scalars
 
-__all__ = ["reference_adamw_8bit"]
-
 
 def reference_adamw_8bit(param: Tensor, grad: Tensor, moments: Moments, scalars: Scalars) -> None:
     """Steps one parameter in place.

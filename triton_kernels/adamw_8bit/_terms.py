@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["BLOCK_ELEMENTS", "MOMENT_LEVELS", "ROOT_CEILING", "ROOT_LEVELS", "Moments", "Scalars"]
-
 BLOCK_ELEMENTS = 256
 """So many elements, next to each other in memory, share a unit."""
 MOMENT_LEVELS = 127

@@ -11,8 +11,6 @@ from .._configs import glu_launch
 from .._launch import is_interpreting, on_device, warp_size
 from .._store import store_rounded
 
-__all__ = ["glu_backward_kernel", "glu_kernel", "launch_glu", "launch_glu_backward"]
-
 
 @triton.jit
 def _sigmoids(x) -> tuple[tl.tensor, tl.tensor]:

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from .._rows import compute_dtype, row_slices
 
-__all__ = ["reference_glu", "reference_glu_backward"]
-
 
 def _share(gate: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Returns the factor that activates the gate, and the derivative of that."""

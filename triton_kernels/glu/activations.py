@@ -14,8 +14,6 @@ from memwall.errors import UsageError
 from .._launch import half_for
 from .._rows import DTYPES, as_rows
 
-__all__ = ["geglu", "swiglu"]
-
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 

@@ -13,8 +13,6 @@ from .._rows import compute_dtype
 from ._reference import Rows
 from ._terms import LossTerms
 
-__all__ = ["ROW_ALIGNMENT", "Gradients", "LossCall", "chunked_loss", "empty_gradients", "weight_gradient_dtype"]
-
 # Rows of the slab start at multiples of this many elements: one 128-byte line of a 16-bit dtype.
 ROW_ALIGNMENT = 64
 # Columns of the head that the CPU widens at a time: it has no GEMM of 16-bit inputs into fp32.

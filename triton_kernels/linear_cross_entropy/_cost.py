@@ -11,8 +11,6 @@ from memwall.trace.op_work import KernelWork
 
 from ._chunks import ROW_ALIGNMENT, LossCall, weight_gradient_dtype
 
-__all__ = ["chunk_rows_for", "chunks_work", "losses_work", "rounded_bytes", "scratch_bytes"]
-
 _MIN_CHUNK_ROWS, _MAX_CHUNK_ROWS, _CHUNK_STEP = 256, 4096, 128
 
 

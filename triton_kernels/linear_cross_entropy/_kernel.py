@@ -13,8 +13,6 @@ from .._store import store_rounded
 from ._reference import Rows
 from ._terms import LossTerms
 
-__all__ = ["launch_row_loss", "row_loss_kernel"]
-
 
 @triton.jit
 def _tanh(x) -> tl.tensor:

@@ -14,8 +14,6 @@ from .._rows import compute_dtype
 from ..scaled_copy import scaled_copy
 from ._chunks import Gradients, LossCall, chunked_loss, empty_gradients
 
-__all__ = ["rows_op", "sum_op"]
-
 # The fields of LossCall, as a torch schema.
 _CALL = (
     "Tensor x, Tensor w, Tensor target, Tensor? bias, int ignore_index, float label_smoothing, float softcap, "

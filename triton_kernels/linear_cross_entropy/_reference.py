@@ -12,8 +12,6 @@ from torch import Tensor
 from .._rows import row_slices
 from ._terms import LossTerms
 
-__all__ = ["Rows", "reference_row_loss"]
-
 
 class Rows(NamedTuple):
     """Holds rows of logits, and where what is found of them goes."""

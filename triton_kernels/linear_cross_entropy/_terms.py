@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-__all__ = ["LossTerms"]
-
 
 class LossTerms(NamedTuple):
     """Tells what a row's loss is made of; its logits are z = softcap tanh(logit_scale logits / softcap)."""

@@ -15,8 +15,6 @@ from .._rows import DTYPES
 from ._chunks import LossCall
 from ._ops import rows_op, sum_op
 
-__all__ = ["DEFAULT_CHUNK_ROWS", "linear_cross_entropy"]
-
 DEFAULT_CHUNK_ROWS = 1024
 """Rows at a time where nobody chose: a constant, as one taken from free memory would change rounding between runs."""
 

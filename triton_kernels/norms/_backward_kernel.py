@@ -15,8 +15,6 @@ from .._launch import is_interpreting, num_multiprocessors, on_device, warp_size
 from .._store import rounded, store_rounded
 from ._terms import NormTerms
 
-__all__ = ["launch_norm_backward", "norm_backward_kernel", "norm_sums_kernel"]
-
 
 @triton.jit
 def _normalised(x_ptrs, mask, mean, rstd, IS_CENTERED: tl.constexpr) -> tl.tensor:

@@ -13,8 +13,6 @@ from .._launch import is_interpreting, on_device, warp_size
 from .._store import rounded, store_rounded
 from ._terms import NormTerms
 
-__all__ = ["launch_norm", "norm_kernel"]
-
 
 @triton.jit
 def _applied(

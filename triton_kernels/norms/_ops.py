@@ -9,8 +9,6 @@ from .._launch import half_for
 from .._rows import as_rows, compute_dtype
 from ._terms import NormTerms
 
-__all__ = ["norm_op"]
-
 _TERMS = "float eps, str casting, bool is_centered"
 _PARAMETERS = f"Tensor? weight, Tensor? bias, {_TERMS}, ScalarType result_dtype"
 

@@ -6,8 +6,6 @@ from torch import Tensor
 from .._rows import row_slices
 from ._terms import NormTerms
 
-__all__ = ["reference_norm", "reference_norm_backward"]
-
 
 def reference_norm(
     x: Tensor,

@@ -2,8 +2,6 @@
 
 from typing import Literal, NamedTuple
 
-__all__ = ["Casting", "NormTerms"]
-
 Casting = Literal["llama", "gemma", "plain"]
 
 

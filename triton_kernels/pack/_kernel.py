@@ -14,8 +14,6 @@ from .._launch import is_interpreting, on_device, warp_size
 from .._store import nearest_integers, store_rounded
 from ._terms import BLOCK_ELEMENTS, LEVELS, SMALLEST_UNIT
 
-__all__ = ["launch_pack", "launch_unpack", "pack_kernel", "unpack_kernel"]
-
 _UNIT = tl.constexpr(BLOCK_ELEMENTS)
 _SMALLEST_UNIT = tl.constexpr(SMALLEST_UNIT)
 

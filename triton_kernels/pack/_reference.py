@@ -5,8 +5,6 @@ from torch import Tensor
 
 from ._terms import BLOCK_ELEMENTS, LEVELS, SMALLEST_UNIT
 
-__all__ = ["reference_pack", "reference_unpack"]
-
 # Worked on at a time: 512 KiB of fp32 stay in a core's cache between the passes over them.
 _SLICE_BLOCKS = 1024
 

@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["BLOCK_ELEMENTS", "CODE_DTYPES", "LEVELS", "SMALLEST_UNIT"]
-
 BLOCK_ELEMENTS = 128
 """So many elements share a unit."""
 

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["CallArguments"]
-
 
 class CallArguments:
     """Holds what a block is called with; tensors may lie in tuples, lists and dicts, in any depth.

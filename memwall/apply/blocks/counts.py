@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["BlockCounts"]
-
 
 class BlockCounts:
     """Counts for one block since its plan was applied; calls without gradients do not count."""

@@ -19,8 +19,6 @@ from memwall.torch_internals.compiler import unseen
 from memwall.torch_internals.dispatch import without_dispatch
 from memwall.torch_internals.modules import own_buffers
 
-__all__ = ["Digest", "Digesting", "Place", "difference", "digest_of", "pieces", "weighted_sum", "written"]
-
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements that are worked on at a time, where that takes a copy; on a device 16 bytes for each, which no forecast has.
 # Parts take launches: small tensors are divided into many, large ones into few of what is little beside them.

@@ -18,8 +18,6 @@ from memwall.planning.techniques.offload import LeavingForm
 from memwall.torch_internals.autograd import current_node, execution_is_transformed
 from memwall.trace.attached import forward_of, wrap_forward
 
-__all__ = ["BlockCall", "BlockExecutor", "BlockLayer", "Forward", "OffloadEngine", "resolve_blocks"]
-
 Forward = Callable[..., Any]
 
 _log = logging.getLogger(__name__)

@@ -23,8 +23,6 @@ from memwall.torch_internals.dispatch import without_dispatch
 from memwall.torch_internals.modules import is_running_norm, own_buffers
 from memwall.units import format_bytes
 
-__all__ = ["MAX_CLONED_BYTES", "HiddenState"]
-
 MAX_CLONED_BYTES = 1 << 20
 """A larger tensor that forward writes into is not remembered: there may be one in each block."""
 

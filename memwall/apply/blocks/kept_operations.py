@@ -11,8 +11,6 @@ from memwall.torch_internals.operators import schema_of
 from memwall.torch_internals.storages import identity_of
 from memwall.torch_internals.trees import tree_leaves
 
-__all__ = ["KeptOperations"]
-
 _log = logging.getLogger(__name__)
 
 

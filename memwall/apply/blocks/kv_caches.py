@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from memwall.errors import ApplyError
 
-__all__ = ["OwnCaches"]
-
 
 class OwnCaches:
     """Hands a block copies of the caches that it is called with.

@@ -8,8 +8,6 @@ import ctypes
 import sys
 from typing import Any
 
-__all__ = ["numpy_state", "set_numpy_state"]
-
 # Of MT19937, as numpy's `state_address` documents it: 624 words and the place among them.
 _MT_BYTES = 624 * 4 + 4
 

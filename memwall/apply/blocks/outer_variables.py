@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-__all__ = ["Variable", "hook_owners", "variables_of_code", "variables_of_hooks"]
-
 _OTHERS = ("torch", "memwall")
 """Packages whose code is not the user's."""
 

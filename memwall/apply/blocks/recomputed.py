@@ -34,8 +34,6 @@ from memwall.torch_internals.dispatch import TorchDispatchMode, without_dispatch
 from memwall.torch_internals.modules import is_running_norm, own_buffers
 from memwall.units import format_bytes
 
-__all__ = ["RecomputedBlock"]
-
 Forward = Callable[..., Any]
 
 _log = logging.getLogger(__name__)

@@ -9,8 +9,6 @@ from torch import Tensor
 from memwall.errors import ApplyError
 from memwall.torch_internals.autograd import version_of
 
-__all__ = ["DeferredGradient", "LossCounts", "Product", "check_unchanged", "versions_of"]
-
 
 class LossCounts:
     """Counts how often a head's logits were spared, and notes who asked for them all the same."""

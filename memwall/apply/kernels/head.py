@@ -15,8 +15,6 @@ from memwall.apply.kernels.deferred_logits import DeferredLogits, LossCounts, Pr
 from memwall.apply.kernels.match import MAX_DIFFERENCE, KernelMatch, relative_difference
 from memwall.triton_kernels.linear_cross_entropy import chunk_rows_for, linear_cross_entropy
 
-__all__ = ["HEAD_KERNEL", "chunk_rows_of", "head_candidate", "head_disagreement", "head_of"]
-
 HEAD_KERNEL = "linear_cross_entropy"
 _ROWS = 6
 

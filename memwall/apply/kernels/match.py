@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from memwall.torch_internals.fake import unset_fake_temporarily
 from memwall.triton_kernels import geglu, layer_norm, rms_norm, swiglu
 
-__all__ = ["MAX_DIFFERENCE", "KernelMatch", "candidates", "disagreement", "obstacle", "relative_difference"]
-
 _ROWS = 6
 # Root mean square of the difference over that of the module's own result: what rounding at other points may cost.
 MAX_DIFFERENCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -22,8 +22,6 @@ from memwall.errors import ApplyError
 from memwall.patches import undo_all
 from memwall.trace.attached import wrap_forward
 
-__all__ = ["KernelRow", "PatchedKernels", "apply_kernels", "objection", "patch_kernels"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ from memwall.predict.malloc.tensor_heap import (
 )
 from memwall.predict.process import TENSOR_HEAP
 
-__all__ = ["AllocatorHandler", "hooked_heap"]
-
 _log = logging.getLogger(__name__)
 
 _LEAST_RESERVED_BYTES = 1 << 30

@@ -26,8 +26,6 @@ from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profil
 from memwall.torch_internals.allocator import set_settings, settings_in_force
 from memwall.torch_internals.allocator import snapshot as snapshot_of_allocator
 
-__all__ = ["effective_setting", "lint_variables", "require_cuda_setting", "restore_variables"]
-
 _log = logging.getLogger(__name__)
 
 _variables = Patches("names the plan's allocator setting to processes that are started")

@@ -12,8 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from memwall.torch_internals.modules import waits_for_new_buckets
 
-__all__ = ["when_rebuilt"]
-
 
 def when_rebuilt(model: nn.Module, do: Callable[[], None]) -> tuple[RemovableHandle, ...]:
     """Does something once, as soon as buckets were made anew, before the forward that follows inside.

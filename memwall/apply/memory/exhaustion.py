@@ -13,8 +13,6 @@ from memwall.machine.meter import Meter
 from memwall.store.room import asked_bytes_of
 from memwall.units import format_bytes
 
-__all__ = ["Exhaustion", "Phase", "as_error", "exhaustion_of", "forget_frames", "is_exhaustion"]
-
 Phase = Literal["forward", "backward", "optimizer step", "evaluation", "saving", "between steps"]
 """Says what runs when memory runs out, as far as hooks on the model and its optimizers can tell."""
 

@@ -11,8 +11,6 @@ from memwall.torch_internals.compiler import is_region
 from memwall.torch_internals.dispatch import TorchDispatchMode, leave_mode
 from memwall.torch_internals.operators import schema_of
 
-__all__ = ["Yielding"]
-
 
 class Yielding(TorchDispatchMode):
     """Has a limit give way from construction until `stop`, or has others make room.

@@ -31,8 +31,6 @@ from memwall.torch_internals.compiler import has_compiler, unseen
 from memwall.torch_internals.saved import Kept, check_unmodified, described, quiet
 from memwall.torch_internals.storages import StorageWeakRef, identity_of
 
-__all__ = ["ActivationOffload"]
-
 # Restored bytes begin at a 4096-byte boundary, so a range that begins at one too keeps each view's alignment; kernels
 # may choose their path by alignment, and another path may round differently.
 _RANGE_ALIGNMENT_BYTES = 4096

@@ -15,15 +15,6 @@ from memwall.store.disk_tier import StorageTier
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.storages import StorageWeakRef
 
-__all__ = [
-    "Entry",
-    "EntryList",
-    "Group",
-    "Saved",
-    "byte_range",
-    "guard_of",
-]
-
 _EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch.nn import functional
 
-__all__ = ["is_filled_later"]
-
 _RRELU = functional.rrelu.__code__
 _MOST_FRAMES = 4
 """Most frames from the operation to who asks: hooks of one engine, and what watches them."""

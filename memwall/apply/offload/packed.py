@@ -16,8 +16,6 @@ from memwall.predict.packed_bytes import PACKED_ITEMSIZES, num_packed_bytes, uni
 from memwall.store.disk_tier import ByteRange, StorageTier
 from memwall.triton_kernels.pack import BLOCK_ELEMENTS, Packed, pack, pack_into, unpack_into
 
-__all__ = ["PackedTier", "can_leave_packed", "check_can_pack", "pack_seconds_per_element"]
-
 _CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _DTYPES = frozenset(getattr(torch, name) for name in PACKED_ITEMSIZES)
 

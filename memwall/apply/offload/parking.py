@@ -24,16 +24,6 @@ from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
 from memwall.trace.gathered import Gathered
 
-__all__ = [
-    "Parked",
-    "close_once_unneeded",
-    "close_unneeded",
-    "machine_above_host",
-    "measured_machine",
-    "open_engine",
-    "parameter_guard",
-]
-
 _log = logging.getLogger(__name__)
 
 _PROBE_BYTES = 64 << 20

@@ -19,8 +19,6 @@ from memwall.apply.offload.entry import Saved
 from memwall.errors import NotExactError
 from memwall.torch_internals.saved import quiet
 
-__all__ = ["Proving"]
-
 _log = logging.getLogger(__name__)
 
 

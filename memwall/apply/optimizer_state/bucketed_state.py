@@ -28,8 +28,6 @@ from memwall.store.buckets import DiskBucket, Entry, padded_bytes
 from memwall.torch_internals.dispatch import without_dispatch_modes
 from memwall.units import format_bytes
 
-__all__ = ["OptimizerState"]
-
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 

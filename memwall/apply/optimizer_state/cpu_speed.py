@@ -6,8 +6,6 @@ import torch
 
 from memwall.apply.optimizer_state.partial_step import below_hooks
 
-__all__ = ["cpu_step_bytes_per_second"]
-
 # With its gradient and two moments 128 MiB, more than most caches hold.
 _NUM_ELEMENTS = 8 << 20
 _NUM_STEPS = 5

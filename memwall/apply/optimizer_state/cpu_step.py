@@ -26,8 +26,6 @@ from memwall.store.backend import round_up
 from memwall.store.pinned_arena import PinnedArena
 from memwall.torch_internals.operators import foreach_div_
 
-__all__ = ["CpuStep"]
-
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _ALIGNMENT_BYTES = 64

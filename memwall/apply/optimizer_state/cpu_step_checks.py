@@ -10,8 +10,6 @@ from memwall.store.buckets import is_dense
 from memwall.trace.optimizers import WITH_MOMENTS, has_moments
 from memwall.units import format_bytes
 
-__all__ = ["check_optimizer", "check_room", "check_state"]
-
 _CPU = torch.device("cpu")
 _WITHOUT = "plan without --allow cpu-optimizer-step"
 # Counters of steps are smaller, and are not counted.

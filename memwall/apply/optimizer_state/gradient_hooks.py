@@ -7,8 +7,6 @@ import torch
 
 from memwall.torch_internals.autograd import accumulation_hooks
 
-__all__ = ["OwnHook", "has_foreign_hook"]
-
 
 class OwnHook:
     """Calls a method when a gradient is accumulated, for as long as its object lives.

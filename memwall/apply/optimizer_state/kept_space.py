@@ -15,8 +15,6 @@ from memwall.store.buckets import DiskBucket
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.store.transfer import TransferPool
 
-__all__ = ["KeepsParameters", "KeepsState", "KeptSpace", "kept_space", "open_scratch_pool", "set_kept_space"]
-
 
 class KeepsState(Protocol):
     """Has an optimizer's state elsewhere than in memory, or in another form."""

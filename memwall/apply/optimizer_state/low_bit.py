@@ -22,8 +22,6 @@ from memwall.predict.low_bit_moments import BLOCK_ELEMENTS, SLICE_ELEMENTS, can_
 from memwall.store.buckets import DiskBucket
 from memwall.trace.optimizers import has_moments
 
-__all__ = ["LowBitMoments", "LowBitOptimizerState"]
-
 # The moments, and whether they have a sign.
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
 _FILLED_BYTES = 32 << 20

@@ -15,8 +15,6 @@ from torch import Tensor
 from memwall.errors import ApplyError
 from memwall.predict.low_bit_moments import SLICE_ELEMENTS
 
-__all__ = ["facts_of", "is_low_bit", "load_torchao", "opened", "pieces_of", "put_together"]
-
 _MODULE = "torchao.optim.subclass_8bit"
 _PIECES = ("codes", "scale", "qmap")
 """Names attributes: uint8 in the moment's shape; a float32 for each block of elements; the float32 of each code."""

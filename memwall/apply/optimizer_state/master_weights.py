@@ -17,8 +17,6 @@ from torch import Tensor
 from memwall.apply.optimizer_state.partial_step import below_hooks, is_stepped_alone, step_some
 from memwall.errors import ApplyError
 
-__all__ = ["MASTER", "has_master_weights", "is_low_precision", "with_master_weights"]
-
 MASTER = "master_weight"
 """Its key in a parameter's state."""
 _LOW = (torch.bfloat16, torch.float16)

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-__all__ = ["OpenOnDisk"]
-
 
 class _Counting(Protocol):
     @property

@@ -21,8 +21,6 @@ from memwall.errors import ApplyError, StoreError
 from memwall.store.buckets import DiskSpace
 from memwall.units import format_bytes
 
-__all__ = ["check_can_be_away", "check_can_step_on_cpu", "open_cpu_step", "open_optimizer_state"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -16,17 +16,6 @@ from memwall.torch_internals.optimizers import group_initialiser_of
 from memwall.torch_internals.sharding import is_sharded
 from memwall.trace.optimizers import STEPPED_ALONE, known_class
 
-__all__ = [
-    "Arguments",
-    "Part",
-    "below_hooks",
-    "inner_step_of",
-    "is_stepped_alone",
-    "step_some",
-    "with_closure_called",
-    "without_closure",
-]
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Says what a step is called with, by position and by name."""
 Part = Sequence[tuple[int, list[Tensor]]]

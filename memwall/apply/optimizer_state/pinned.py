@@ -22,8 +22,6 @@ from memwall.store.buckets import Bucket, BucketBuffer
 from memwall.store.pinned_arena import PinnedArena, PinnedSlot
 from memwall.units import format_bytes
 
-__all__ = ["PinnedBucket", "PinnedSpace", "StreamCopy"]
-
 
 @dataclass(frozen=True, slots=True)
 class StreamCopy:

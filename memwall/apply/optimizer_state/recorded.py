@@ -13,8 +13,6 @@ from torch import Tensor
 from memwall.store.buckets import Bucket, Entry
 from memwall.torch_internals.dispatch import without_dispatch_modes
 
-__all__ = ["RecordedState", "emptiable"]
-
 
 class _Emptied(NamedTuple):
     """Holds a tensor without memory, and the one on the meta device that stands in its place."""

@@ -8,8 +8,6 @@ from memwall.apply.optimizer_state.shares import StateShare
 from memwall.predict.state_on_disk import NUM_BUFFERS
 from memwall.store.buckets import BucketBuffer, Entry, drop_reads
 
-__all__ = ["in_order", "step_through"]
-
 
 def in_order(shares: Sequence[StateShare], *, ring_bytes: int) -> list[StateShare]:
     """Shares as they are stepped: what is larger than a buffer of the ring comes last.

@@ -14,8 +14,6 @@ from memwall.apply.optimizer_state.partial_step import Part
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.store.buckets import Bucket, DiskSpace, Entry, can_move, padded_bytes
 
-__all__ = ["StateShare", "Shares", "StateSpace", "expected_state_bytes", "state_entries"]
-
 StateSpace = DiskSpace | PinnedSpace
 """Is where an optimizer's state is between steps."""
 

@@ -30,8 +30,6 @@ from memwall.store.buckets import DiskSpace
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.units import format_bytes
 
-__all__ = ["StateKeeper", "can_place", "why_not_on_cpu"]
-
 _log = logging.getLogger(__name__)
 
 _KEPT = {"disk": DiskSpace.kept, "host": PinnedSpace.kept}

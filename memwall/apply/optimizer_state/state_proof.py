@@ -13,8 +13,6 @@ from memwall.apply.blocks.digests import Digest, difference, digest_of
 from memwall.errors import NotExactError
 from memwall.store.buckets import Entry
 
-__all__ = ["StateProof"]
-
 
 class StateProof:
     """Holds digests of what has left while this was on, until it is back once."""

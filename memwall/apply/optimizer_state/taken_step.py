@@ -16,8 +16,6 @@ from memwall.errors import ApplyError, MemwallError
 from memwall.patches import Patches
 from memwall.torch_internals.optimizers import step_post_hooks, step_pre_hooks
 
-__all__ = ["TakenStep"]
-
 
 class TakenStep:
     """Takes an optimizer's step over until `give_back`.

@@ -16,8 +16,6 @@ from memwall.machine.process_group import num_processes
 from memwall.patches import Patches
 from memwall.planning.techniques.parameters import passing_bytes
 
-__all__ = ["Building", "leaves_no_room"]
-
 # What Python and torch make beside parameters while a model is built.
 _SLACK_BYTES = 16 << 20
 # After so many parameters have left it is asked which of them still exist, then after twice as many.

@@ -20,8 +20,6 @@ from memwall.torch_internals.operators import schema_of
 from memwall.torch_internals.storages import weak_tensor_dict
 from memwall.torch_internals.trees import tree_leaves, tree_map
 
-__all__ = ["GradientStore", "Reductions", "SpilledGradient", "StandsFor"]
-
 _aten: Any = torch.ops.aten
 # Written in place, element by element, from numbers alone: these may wait.
 _DEFERRED = frozenset(

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from memwall.torch_internals.dispatch import reading_no_elements, without_subclass_functions
 from memwall.torch_internals.trees import tree_leaves
 
-__all__ = ["Guard", "GuardedParameter", "guarded", "unguarded"]
-
 
 class Guard(Protocol):
     """Keeps a parameter away from memory."""

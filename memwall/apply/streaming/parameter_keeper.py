@@ -26,8 +26,6 @@ from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
 from memwall.trace.together import models_of
 from memwall.units import format_bytes
 
-__all__ = ["ParameterKeeper", "is_streamed", "open_parameter_streaming", "why_not_streamed"]
-
 _log = logging.getLogger(__name__)
 
 # What a step makes beside parameters and gradients, at least: small tensors, graph nodes, Python objects.

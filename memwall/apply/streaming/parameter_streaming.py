@@ -25,8 +25,6 @@ from memwall.torch_internals.autograd import after_backward, current_node
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.attached import wrap_forward
 
-__all__ = ["ParameterStreaming"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -29,8 +29,6 @@ from memwall.torch_internals.storages import num_references
 from memwall.torch_internals.trees import tree_leaves
 from memwall.units import format_bytes
 
-__all__ = ["ParameterTier", "StreamedParameter"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from memwall.apply.optimizer_state.partial_step import Part, step_some
 from memwall.apply.streaming.parameter_tier import ParameterTier, StreamedParameter
 
-__all__ = ["StreamedStep"]
-
 
 class StreamedStep:
     """Steps what is in memory anyway, then the rest window by window; it reads ahead in the order of the last step.

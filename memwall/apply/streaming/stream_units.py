@@ -13,8 +13,6 @@ from memwall.apply.optimizer_state.gradient_hooks import has_foreign_hook
 from memwall.apply.streaming.parameter_tier import StreamedParameter
 from memwall.errors import ApplyError
 
-__all__ = ["Call", "Unit", "find_units", "hooked_parameters", "repeated_blocks", "tensors_in"]
-
 
 class Unit:
     """Names a module whose parameters are in memory while its forward or backward runs."""

@@ -13,8 +13,6 @@ from memwall.planning.techniques.accumulate import Accumulate
 from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import attach_hook
 
-__all__ = ["AccumulateHandler", "AccumulationEffect"]
-
 
 @register("accumulate")
 class AccumulateHandler(Handler[Accumulate]):

@@ -14,8 +14,6 @@ from memwall.predict.malloc.malloc_policies import policy_named
 from memwall.predict.malloc.tensor_heap import MIN_TENSOR_BYTES
 from memwall.predict.process import TENSOR_HEAP
 
-__all__ = ["AllocatorEffect", "ReuseHandler"]
-
 # Another thread may free a block between two looks.
 _NUM_LOOKS = 8
 

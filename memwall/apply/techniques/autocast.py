@@ -18,8 +18,6 @@ from memwall.trace.records import Trace
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["AutocastEffect", "AutocastHandler"]
-
 
 @register("autocast")
 class AutocastHandler(Handler[Autocast]):

@@ -12,8 +12,6 @@ from memwall.apply.technique import Target, TierName, register
 from memwall.machine.tiers import Machine
 from memwall.planning.techniques.cpu_step import StepOnCpu
 
-__all__ = ["CpuStepHandler"]
-
 
 @register("cpu-step")
 class CpuStepHandler(StateHandler[StepOnCpu]):

@@ -9,8 +9,6 @@ from memwall.apply.technique import Target, register
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.low_bit_state import LowBitState
 
-__all__ = ["LowBitEffect", "LowBitHandler"]
-
 
 @register("low-bit-state")
 class LowBitHandler(StateHandler[LowBitState]):

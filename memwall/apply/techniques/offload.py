@@ -14,8 +14,6 @@ from memwall.apply.offload.proving import Proving
 from memwall.apply.technique import Target, Zero, register
 from memwall.planning.techniques.offload import LeavingForm, Offload
 
-__all__ = ["OffloadEffect", "OffloadHandler", "OffloadLayer"]
-
 
 class OffloadLayer(BlockLayer):
     """Sends what the block saves to an engine, as one group for each call."""

@@ -5,8 +5,6 @@ from memwall.apply.technique import Target, TierName, register
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.units import format_bytes
 
-__all__ = ["OptimizerStateHandler"]
-
 
 @register("optimizer-placement")
 class OptimizerStateHandler(StateHandler[OptimizerPlacement]):

@@ -8,8 +8,6 @@ from memwall.errors import ApplyError
 from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.units import format_bytes
 
-__all__ = ["ParameterEffect", "ParameterHandler"]
-
 # A last block may wait for the backward that does not come, and what the loop has read itself.
 _PRESENT_SHARE = 0.5
 

@@ -11,8 +11,6 @@ from memwall.apply.blocks.recomputed import RecomputedBlock
 from memwall.apply.technique import Target, Zero, register
 from memwall.planning.techniques.recompute import Recompute
 
-__all__ = ["RecomputeEffect", "RecomputeHandler", "RecomputeLayer"]
-
 
 class RecomputeLayer(BlockLayer):
     """Runs the block's own forward under a checkpoint."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from memwall.planning.forecast import BudgetPoint
     from memwall.planning.planfile import Plan
 
-__all__ = ["CurveOption", "curve_of"]
-
 _NUM_POINTS = 20
 
 CurveOption = Annotated[

@@ -13,16 +13,6 @@ if TYPE_CHECKING:
     from memwall.planning.settings import Settings
     from memwall.trace.records import Trace
 
-__all__ = [
-    "ExplainOption",
-    "LinkOption",
-    "RanksAsked",
-    "RanksOption",
-    "RanksPerNodeOption",
-    "asked_ranks",
-    "show_ranks",
-]
-
 _USUAL_PER_NODE = 8
 
 RanksOption = Annotated[

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from memwall.trace.records import Trace
     from memwall.trace.workload import Workload
 
-__all__ = ["Source", "device_trace", "is_spec", "load_source", "trace_here", "with_disk", "with_measured"]
-
 
 class Source(NamedTuple):
     """Holds the step to plan for, and how else it can be recorded; None where it cannot."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from memwall.planning.planfile import Plan
     from memwall.session.session import Session
 
-__all__ = ["end_run", "end_run_as_it_is"]
-
 
 def end_run(
     session: "Session",

@@ -13,8 +13,6 @@ from memwall.machine.launched import launched
 if TYPE_CHECKING:
     from memwall.session.session import Session
 
-__all__ = ["failure_page_after"]
-
 
 @contextmanager
 def failure_page_after(request: RunRequest, session: "Session", *, is_committed: bool) -> Iterator[None]:

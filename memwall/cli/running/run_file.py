@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from memwall.observe.run_report import RunReport
     from memwall.report.html import Page
 
-__all__ = ["is_page", "require_run_file", "run_page", "save_run"]
-
 
 def is_page(path: Path) -> bool:
     """Returns whether a file is to be a page for a browser."""

@@ -18,23 +18,6 @@ from memwall.cli.options import (
 from memwall.errors import UsageError
 from memwall.machine.launched import launched
 
-__all__ = [
-    "BudgetOption",
-    "BytesBelow",
-    "CheckpointOption",
-    "EveryOption",
-    "MetricsOption",
-    "NprocOption",
-    "PlanOption",
-    "ReportOption",
-    "ResumeOption",
-    "RunRequest",
-    "budget_or_plan",
-    "bytes_below",
-    "check_has_folder",
-    "from_here",
-]
-
 BudgetOption = Annotated[
     str | None, typer.Option("--budget", metavar="SIZE", help="What the process may use: 10GiB, 800MiB, 50%.")
 ]

@@ -11,8 +11,6 @@ from typing import Any
 
 from memwall.errors import MemwallError, UsageError
 
-__all__ = ["config_path", "hub_hint", "read_config"]
-
 # Which kernels run is the target's matter; and a name here may be that of a repository to load code from.
 _KERNEL_CHOICES = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 # Older releases of transformers wrote the second; newer ones read both.

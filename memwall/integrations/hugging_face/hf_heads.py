@@ -8,8 +8,6 @@ from msgspec import Struct
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DEFAULT_SEQUENCE", "HEADS", "ONLY_BY_NAME", "TEXT_HEADS", "Batch", "Head", "in_dtype"]
-
 Batch = dict[str, "Tensor"]
 
 DEFAULT_SEQUENCE = 2048

@@ -17,8 +17,6 @@ from memwall.integrations.hugging_face.hf_packed import packed, packed_names
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Lora", "parse_lora", "with_adapters"]
-
 _FORM = "expected r=N, with targets=NAME,NAME,..., dropout=X, base=nf4 where wanted, as r=16,targets=q_proj,v_proj"
 _NAMES = ("r", "targets", "dropout", "base")
 _MOST_RANK = 1 << 16

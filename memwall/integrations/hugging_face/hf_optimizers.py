@@ -9,8 +9,6 @@ from memwall.errors import UsageError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["OPTIMIZERS", "check_optimizer", "make_optimizer"]
-
 # Class in torch.optim and its arguments. Learning rates decide nothing about memory; implementations left open are
 # torch's choice. SGD has a momentum only where the name says so, as with transformers' Trainer.
 _MAKERS: dict[str, tuple[str, dict[str, object]]] = {

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["packed", "packed_names"]
-
 _BLOCK, _NESTED_BLOCK = 64, 256
 
 

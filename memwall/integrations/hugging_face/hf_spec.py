@@ -28,8 +28,6 @@ from memwall.trace.workload import Workload
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["hugging_face_workload", "positions_of"]
-
 # torch's sizes are 64-bit; a batch of this many tokens has no device to run on.
 _MOST_TOKENS = 1 << 31
 

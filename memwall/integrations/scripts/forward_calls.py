@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from memwall.patches import Patch, Patches, undo_all
 from memwall.trace.attached import call_where_forward_is_called, has_hooks
 
-__all__ = ["ForwardCalls"]
-
 _COMPILING = ((torch, "compile"), (nn.Module, "compile"), (torch.jit, "script"), (torch.jit, "trace"))
 
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from memwall.machine.meter import process_bytes
 from memwall.torch_internals.saved import Kept, check_unmodified
 
-__all__ = ["LateParking"]
-
 _log = logging.getLogger(__name__)
 
 

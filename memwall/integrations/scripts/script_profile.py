@@ -9,8 +9,6 @@ from memwall.session.measurements import standing_bytes
 from memwall.session.step_borders import StepBorders
 from memwall.trace.trace_builder import TraceBuilder
 
-__all__ = ["Profile"]
-
 
 class Profile:
     """Listens to the borders of a script's steps, and records so many of them."""

@@ -20,8 +20,6 @@ from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import trains
 
-__all__ = ["ScriptWatch"]
-
 _OF_GLOBAL_HOOKS = "Using `torch.compile\\(module\\)` when there are global hooks"
 """Beginning of torch's warning at calls of compiled models. The hooks here do nothing a second time."""
 

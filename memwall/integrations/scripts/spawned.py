@@ -15,8 +15,6 @@ from memwall.errors import UsageError
 from memwall.integrations.scripts.script_watch import ScriptWatch
 from memwall.patches import Patches
 
-__all__ = ["watch_spawning"]
-
 
 class _Untrained(NamedTuple):
     """Runs in a process that a script has started, and ends it when it begins to train."""

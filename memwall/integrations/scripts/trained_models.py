@@ -13,8 +13,6 @@ from torch import nn
 from memwall.checkpoint.discovery import objects_of
 from memwall.trace.together import TrainedTogether
 
-__all__ = ["TrainedModels", "as_one", "optimizers_alive", "trained_with"]
-
 
 class TrainedModels(Struct, frozen=True, kw_only=True):
     """Holds what was found beside a module that is called."""

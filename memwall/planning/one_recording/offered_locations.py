@@ -6,8 +6,6 @@ from memwall.planning.location import IN_MEMORY, Location
 from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.technique import Technique, techniques
 
-__all__ = ["OfferedLocations"]
-
 
 class OfferedLocations:
     """Holds the locations that are legal for a trace and within the limit on a day's writes.

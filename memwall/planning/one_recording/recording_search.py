@@ -25,8 +25,6 @@ from memwall.predict.device import DeviceModel
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
-__all__ = ["RecordingSearch"]
-
 # Writes wear a disk, and its time is less certain than arithmetic: forecasts of steps with state on disk a fifth
 # off (benchmarks/optimizer_state.py). Where memory suffices, state stays unless the whole step is so much shorter.
 _CLEARLY_SHORTER = 1.3

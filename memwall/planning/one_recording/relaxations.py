@@ -18,8 +18,6 @@ from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
-__all__ = ["Run", "estimate_relaxations", "plan_relaxations"]
-
 # Below this a way out is not worth mentioning.
 _NOTABLE_SHARE = 0.01
 

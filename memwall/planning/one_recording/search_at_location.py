@@ -38,8 +38,6 @@ from memwall.predict.process import Resident
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step
 
-__all__ = ["SearchAtLocation"]
-
 # What each operation of a further micro-batch costs besides its arithmetic: dispatch and launch.
 _SECONDS_PER_OP = 8e-6
 

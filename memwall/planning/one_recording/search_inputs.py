@@ -13,8 +13,6 @@ from memwall.predict.timing import first_touch_seconds, smoothed
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 
-__all__ = ["SearchInputs"]
-
 _SECONDS_PER_DAY = 86_400
 
 

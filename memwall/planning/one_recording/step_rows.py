@@ -11,8 +11,6 @@ from memwall.predict.curve import live_curve
 from memwall.predict.lives import LAST, Life
 from memwall.predict.treatment import StepModel
 
-__all__ = ["StepRows"]
-
 Int64s = NDArray[np.int64]
 
 

@@ -12,8 +12,6 @@ from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.trace.workload_facts import workload_facts
 
-__all__ = ["NUMBERS", "curve_over_ranks"]
-
 NUMBERS = (1, 2, 4, 8, 16, 64, 512)
 """Numbers of ranks that the curve is for."""
 

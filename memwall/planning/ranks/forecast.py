@@ -7,8 +7,6 @@ from memwall.predict.sharding.fsdp2 import Fsdp2
 from memwall.predict.sharding.network import Network
 from memwall.predict.sharding.zero import DeepSpeedZero
 
-__all__ = ["AnySharding", "CurvePoint", "RankChoice", "RanksForecast"]
-
 AnySharding = Ddp | Fsdp2 | DeepSpeedZero
 
 

@@ -10,8 +10,6 @@ from memwall.planning.ranks.forecast import RanksForecast
 from memwall.predict.sharding.ddp import Ddp
 from memwall.predict.sharding.fsdp2 import Fsdp2
 
-__all__ = ["accelerate_sharding", "in_kept_precision", "trainer_sharding"]
-
 _WRAP = "TRANSFORMER_BASED_WRAP"
 
 

@@ -5,8 +5,6 @@ from memwall.predict.sharding.ddp import Ddp
 from memwall.predict.sharding.fsdp2 import Fsdp2
 from memwall.predict.sharding.zero import DeepSpeedZero
 
-__all__ = ["KINDS"]
-
 KINDS: tuple[AnySharding, ...] = (
     Ddp(),
     Ddp(are_views=True),

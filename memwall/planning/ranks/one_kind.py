@@ -21,8 +21,6 @@ from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
-__all__ = ["OneKind"]
-
 # Budgets that are tried in search of one that holds, each so much larger.
 _MOST_ROUNDS, _NEXT_BUDGET = 12, 1.02
 

@@ -26,8 +26,6 @@ from memwall.trace.steps import steady_step
 from memwall.trace.workload_facts import workload_facts
 from memwall.units import format_bytes, format_seconds
 
-__all__ = ["NOT_MODELLED", "infeasible_ranks", "plan_ranks"]
-
 # Seconds are peaks of data sheets: of two kinds as close as this, the simpler one is taken.
 _AS_FAST = 1.02
 

@@ -26,8 +26,6 @@ from msgspec import Struct
 
 from memwall.planning.solver.instance import Instance, Link, Option
 
-__all__ = ["Evaluation", "evaluate"]
-
 
 class Evaluation(Struct, frozen=True, kw_only=True):
     """Holds what one choice does, as the executor is expected to run it."""

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-__all__ = ["BlockOptions", "Choice", "Instance", "Link", "Option", "Row"]
-
 
 class Option(Struct, frozen=True, kw_only=True):
     """Describes one executable way to treat a block's saved tensors."""

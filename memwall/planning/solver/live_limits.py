@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-__all__ = ["LiveLimits"]
-
 # Parts of the room that tensors may fill; what is left is for pages that are free and kept.
 _LIVE_SHARES = (1.0, 0.99, 0.98, 0.96, 0.94, 0.9, 0.86, 0.82, 0.77, 0.72, 0.65, 0.55)
 _MOST_ROUNDS = 10

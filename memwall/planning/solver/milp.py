@@ -19,8 +19,6 @@ from memwall.planning.solver.quiet_streams import nothing_printed
 if TYPE_CHECKING:
     import highspy
 
-__all__ = ["milp_lowest_peak", "solve_milp"]
-
 _MOST_SOLVES = 6
 _MOST_SECONDS = 10.0
 """The time limit of each solve; there is more than one only if an answer fails verification."""

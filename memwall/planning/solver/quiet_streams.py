@@ -6,8 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["nothing_printed"]
-
 _STANDARD_OUTPUT = 1
 _guard = threading.Lock()
 

@@ -9,8 +9,6 @@ from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance
 from memwall.planning.solver.milp import milp_lowest_peak, solve_milp
 
-__all__ = ["knob_choices", "lowest_peak", "smallest_feasible_bytes", "solve"]
-
 
 def solve(instance: Instance) -> Choice | None:
     """Returns the cheapest that fits of keep-all, the knobs and the mixed-integer program; None if none fits.

@@ -9,8 +9,6 @@ from memwall.planning.action import Action, Exactness
 from memwall.planning.technique import DeepSpeedPart, Recording, Technique
 from memwall.trace.records import Step, Storage, Trace
 
-__all__ = ["TECHNIQUE", "Accumulate", "can_accumulate", "candidate_micro_batches", "with_micro_batch"]
-
 
 class Accumulate(Action, frozen=True, kw_only=True, tag="accumulate"):
     """Splits the batch of a step into micro-batches whose gradients add up; the global batch stays."""

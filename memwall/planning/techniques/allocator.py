@@ -12,8 +12,6 @@ from memwall.predict.malloc.malloc_policies import policy_named
 from memwall.predict.process import TENSOR_HEAP, Resident
 from memwall.units import format_bytes
 
-__all__ = ["TECHNIQUE", "AllocatorReuse"]
-
 
 class AllocatorReuse(Action, frozen=True, kw_only=True, tag="allocator"):
     """Keeps or returns freed memory: a heap for tensors or malloc thresholds on a CPU, a string on CUDA."""

@@ -11,8 +11,6 @@ from memwall.planning.technique import DeepSpeedPart, Recording, Technique
 from memwall.predict.half_precision import computes_in_half
 from memwall.trace.records import Trace
 
-__all__ = ["TECHNIQUE", "Autocast", "can_autocast", "precision_name"]
-
 
 class Autocast(Action, frozen=True, kw_only=True, tag="autocast"):
     """Runs forward in a lower precision where torch's autocast lists allow it."""

@@ -14,8 +14,6 @@ from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
-__all__ = ["TECHNIQUE", "StepOnCpu"]
-
 # Large enough to keep the link busy, and little memory.
 _BUCKET_BYTES = 16 << 20
 # The CPU has all of the state; the counter of a parameter's steps is no larger, and is left out.

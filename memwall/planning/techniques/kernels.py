@@ -12,8 +12,6 @@ from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 
-__all__ = ["TECHNIQUE", "FusedKernels", "can_use_kernels", "could_have_kernels", "kernels_in"]
-
 _OWN = "memwall."
 _LOSS = "memwall.linear_cross_entropy"
 # What norms, gated MLPs and the loss of a language model are made of where no fused kernel computes them.

@@ -15,8 +15,6 @@ from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
-__all__ = ["LIBRARY_BYTES", "TECHNIQUE", "LowBitState"]
-
 LIBRARY_BYTES = 12 << 20
 """Importing torchao adds so much to a process with an optimizer, for which torch imports the most of the same (torchao
 0.18, torch 2.13, Linux; the first line of benchmarks/low_bit_state.py)."""

@@ -15,8 +15,6 @@ from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Trace
 
-__all__ = ["TECHNIQUE", "LeavingForm", "Offload"]
-
 _ROOM_ENOUGH_BYTES = 1 << 50
 
 LeavingForm = Literal["exact", "int8", "fp8"]

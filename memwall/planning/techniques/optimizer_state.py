@@ -18,8 +18,6 @@ from memwall.predict.state_on_disk import (
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
 
-__all__ = ["MIN_STATE_BYTES", "TECHNIQUE", "OptimizerPlacement", "bucket_choices"]
-
 MIN_STATE_BYTES = 64 << 10
 """Smaller tensors of state stay in memory: a model has many of them, and together they are little."""
 # Buckets of this size keep a disk or a link busy; the buffers for them are little memory. Of little state they would be

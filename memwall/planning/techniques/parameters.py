@@ -13,15 +13,6 @@ from memwall.predict.state_on_disk import CPU_SECONDS_PER_BYTE
 from memwall.trace.records import Module, Step, Trace
 from memwall.units import format_bytes
 
-__all__ = [
-    "MIN_PARAMETER_BYTES",
-    "TECHNIQUE",
-    "ParameterPlacement",
-    "as_streamed",
-    "parameter_window_bytes",
-    "passing_bytes",
-]
-
 MIN_PARAMETER_BYTES = 256 << 10
 """Smaller parameters stay in memory with their gradients: norms and biases, as a rule."""
 # What is stepped at a time: enough to keep a disk busy; of few parameters a part that is little beside them.

@@ -14,8 +14,6 @@ from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import COMPILED_CODE, ModuleCall, Trace
 
-__all__ = ["TECHNIQUE", "Recompute", "can_recompute"]
-
 # What the executor itself costs, measured on two cores with torch 2.13 (benchmarks/executor_cost.py, 2026-11-20).
 _CHECKPOINT_SECONDS = 650e-6  # one torch checkpoint of a block: frame, RNG state, hooks
 _SELECT_SECONDS_PER_OP = 40e-6  # one operation under selective checkpointing, forward and recomputation together

@@ -19,8 +19,6 @@ from memwall.predict.cuda.attention_calls import mark_math_attention
 from memwall.predict.cuda.autocast_lists import without_autocast
 from memwall.torch_internals.operators import operator_named
 
-__all__ = ["AttentionCall", "AttentionKernel", "attention_kernel", "run_attention"]
-
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
 Capability = tuple[int, int]
 

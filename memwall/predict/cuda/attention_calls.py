@@ -10,8 +10,6 @@ from memwall.torch_internals.dispatch import active_dispatch_modes
 from memwall.trace.records import Step, Trace
 from memwall.trace.step_recorder import StepRecorder
 
-__all__ = ["AttentionCalls", "attention_calls", "mark_math_attention"]
-
 _MATH_MARK = "math attention"
 _KERNELS = {
     "aten._scaled_dot_product_cudnn_attention.default": "cudnn",

@@ -14,8 +14,6 @@ from memwall.predict.cuda.cuda_device import CudaDevice
 from memwall.torch_internals.operators import operator_named
 from memwall.trace.workspaces import AheadOfResults
 
-__all__ = ["ATTENTION_FORMULAS"]
-
 Capability = tuple[int, int]
 
 _FLOAT_BYTES = 4

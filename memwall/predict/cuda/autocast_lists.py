@@ -18,8 +18,6 @@ from torch import Tensor
 from memwall.torch_internals.operators import has_kernel, library_for_now, without_cpu_autocast
 from memwall.torch_internals.trees import tree_map_only
 
-__all__ = ["cuda_autocast_lists", "without_autocast"]
-
 _FLOAT32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh"),
     *("tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm"),

@@ -17,8 +17,6 @@ from memwall.errors import MemwallError, UsageError
 from memwall.machine.hardware import Hardware, hardware_of_device
 from memwall.units import format_bytes
 
-__all__ = ["measured_context_bytes", "with_measured_context"]
-
 _log = logging.getLogger(__name__)
 
 # A process that has multiplied and convolved has loaded cuBLAS and cuDNN, as any training has. It prints what the

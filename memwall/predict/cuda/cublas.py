@@ -8,8 +8,6 @@ import torch
 from memwall.predict.cuda.cuda_device import CudaDevice
 from memwall.trace.records import Op, Step, Storage
 
-__all__ = ["with_cublas_workspaces"]
-
 # A workspace for each thread that multiplies, which cuBLASLt shares: aten/src/ATen/cuda/CublasHandlePool.cpp,
 # parseChosenWorkspaceSize and setWorkspaceForHandle; torch/backends/cuda/__init__.py, TORCH_CUBLASLT_UNIFIED_WORKSPACE.
 _CUBLAS_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8

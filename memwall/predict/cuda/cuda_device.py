@@ -5,8 +5,6 @@ from typing import NamedTuple
 from memwall.machine.hardware import Hardware
 from memwall.predict.cuda.reductions import Multiprocessors
 
-__all__ = ["CudaDevice", "cuda_device_of"]
-
 # What a capability has that hardware.toml does not list.
 _OTHERWISE_THREADS = 2048
 

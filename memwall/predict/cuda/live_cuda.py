@@ -16,8 +16,6 @@ from memwall.predict.cuda_allocator.held_blocks import Held, Range, UsedBlock
 from memwall.predict.gradient_sums import with_sums_in_place
 from memwall.trace.records import Trace
 
-__all__ = ["as_plain", "cuda_device_here", "held_here", "with_library_workspaces", "workspaces_here"]
-
 
 def cuda_device_here(device: torch.device) -> CudaDevice:
     """Returns what torch's kernels ask of a device of this machine."""

@@ -20,8 +20,6 @@ from memwall.predict.cuda.reductions import ReductionKernel, reduction_blocks
 from memwall.torch_internals.operators import operator_named
 from memwall.trace.workspaces import AheadOfResults
 
-__all__ = ["REDUCING_FORMULAS"]
-
 _aten = torch.ops.aten
 _FLOAT_BYTES = 4
 _HALVES = (torch.float16, torch.bfloat16)

@@ -13,8 +13,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Multiprocessors", "ReductionKernel", "reduction_blocks"]
-
 _WARP = 32
 _MOST_THREADS = 512
 _LEAST_VALUES, _MOST_VALUES = 16, 256

@@ -15,8 +15,6 @@ from typing import Any
 
 from memwall.torch_internals.operators import library_for_now
 
-__all__ = ["fused_rms_norm"]
-
 
 @contextmanager
 def fused_rms_norm() -> Iterator[None]:

@@ -6,8 +6,6 @@ from typing import Literal
 
 from memwall.errors import UsageError
 
-__all__ = ["AddressOrder", "placed_addresses", "recorded_addresses"]
-
 AddressOrder = Literal["ascending", "descending", "random"]
 
 # Apart by more than any reservation is long, and within the 72 bits that keys have for ties.

@@ -16,8 +16,6 @@ from memwall.predict.cuda_allocator.torch_releases import (
     profile_for,
 )
 
-__all__ = ["EXPANDABLE_GUARDS", "HIP_VARIABLE", "VARIABLES", "AllocatorAdvice", "advise", "setting_lines"]
-
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both must have the same value: 2.9.1 ignores the first on CUDA, 2.13 prefers the second, later ones may drop it."""
 

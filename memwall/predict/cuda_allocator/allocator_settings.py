@@ -11,19 +11,6 @@ from msgspec import Struct
 from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 
-__all__ = [
-    "MIB",
-    "NUM_DIVISIONS",
-    "AllocatorSettings",
-    "divisions_text",
-    "format_settings",
-    "is_well_formed",
-    "parse_settings",
-    "read_items",
-    "useless_options",
-    "with_option",
-]
-
 MIB = 1 << 20
 NUM_DIVISIONS = 16
 _NO_DIVISIONS = (0,) * NUM_DIVISIONS

@@ -26,8 +26,6 @@ from memwall.predict.cuda_allocator.memory_blocks import Block
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 
-__all__ = ["Figures", "Playback", "replay"]
-
 
 class Figures(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Says what the allocator did over a sequence of events. All of it is simulated."""

@@ -7,8 +7,6 @@ from memwall.predict.cuda_allocator.memory_blocks import FREE, UNMAPPED, Block, 
 from memwall.predict.cuda_allocator.rounding import SMALL_BUFFER_BYTES, round_up
 from memwall.predict.cuda_allocator.state import AllocatorState
 
-__all__ = ["allocate", "release", "reservation_bytes"]
-
 
 def allocate(state: AllocatorState, nbytes: int, home: FreeSet) -> Block | None:
     """Returns a free block of at least `nbytes`, outside the free set; None if the device refuses memory.

@@ -2,8 +2,6 @@
 
 from msgspec import Struct
 
-__all__ = ["Held", "Range", "Standing", "UsedBlock"]
-
 
 class Range(Struct, frozen=True, kw_only=True):
     """Describes device memory in one piece: a segment, or a mapped stretch of an expandable one."""

@@ -14,8 +14,6 @@ from memwall.predict.cuda_allocator.memory_blocks import FREE, PENDING, UNMAPPED
 from memwall.predict.cuda_allocator.rounding import SMALL_BUFFER_BYTES
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 
-__all__ = ["load"]
-
 _Waiting = deque[tuple[int, int, int, int]]
 """Blocks that lie in no segment yet: number, address, end and state of each."""
 _Piece = tuple[int, int, int, int | None]

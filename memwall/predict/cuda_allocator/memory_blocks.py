@@ -2,8 +2,6 @@
 
 from bisect import bisect_left
 
-__all__ = ["FREE", "KEY_SHIFT", "PENDING", "UNMAPPED", "USED", "Block", "FreeSet", "Pool", "Segment"]
-
 USED, FREE, PENDING, UNMAPPED = 0, 1, 2, 3
 """States of a block: handed out, free and backed by memory, freed but awaited by another stream, not backed."""
 

@@ -10,8 +10,6 @@ from memwall.predict.cuda_allocator import expandable
 from memwall.predict.cuda_allocator.memory_blocks import KEY_SHIFT, FreeSet
 from memwall.predict.cuda_allocator.state import AllocatorState
 
-__all__ = ["collect_garbage", "release_all", "release_available"]
-
 
 def collect_garbage(state: AllocatorState) -> None:
     """Releases old cached segments of the default large pool until reserved memory is below the threshold again."""

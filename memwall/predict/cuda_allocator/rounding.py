@@ -5,19 +5,6 @@
 
 from memwall.predict.cuda_allocator.allocator_settings import NUM_DIVISIONS, AllocatorSettings
 
-__all__ = [
-    "MAX_REQUEST_BYTES",
-    "MIN_BLOCK_BYTES",
-    "MIN_LARGE_ALLOC_BYTES",
-    "ROUND_LARGE_BYTES",
-    "SMALL_BUFFER_BYTES",
-    "SMALL_LIMIT_BYTES",
-    "allocation_bytes",
-    "division_index",
-    "round_up",
-    "rounded_bytes",
-]
-
 MIN_BLOCK_BYTES = 512
 SMALL_LIMIT_BYTES = 1 << 20
 """Blocks up to this size live in the small pool."""

@@ -18,8 +18,6 @@ from memwall.predict.cuda_allocator.rounding import SMALL_LIMIT_BYTES, division_
 from memwall.predict.cuda_allocator.state import PeakExceeded
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 
-__all__ = ["AllocatorChoice", "search_settings"]
-
 _LARGE_SEGMENTS_MIB = (20, 12, 32, 64, 128)
 _SPLIT_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 # Without one torch takes 20 MiB.

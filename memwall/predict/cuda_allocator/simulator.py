@@ -21,8 +21,6 @@ from memwall.predict.cuda_allocator.rounding import (
 )
 from memwall.predict.cuda_allocator.state import AllocatorState
 
-__all__ = ["CudaAllocator"]
-
 
 class CudaAllocator(AllocatorState):
     """Simulates the allocator of one device.

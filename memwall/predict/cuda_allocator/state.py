@@ -8,8 +8,6 @@ from memwall.predict.cuda_allocator.memory_blocks import FREE, Block, FreeSet, P
 from memwall.predict.cuda_allocator.rounding import MAX_REQUEST_BYTES
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 
-__all__ = ["AllocatorState", "PeakExceeded"]
-
 _UNLIMITED_TOTAL_BYTES = 1 << 42
 _SEGMENT_BITS = 44
 

@@ -12,8 +12,6 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 
-__all__ = ["TieRule", "VersionProfile", "covered_releases", "profile_for"]
-
 TieRule = Literal["address", "block", "segment"]
 """The rule that decides between free blocks of one size: the lower address, the block created earlier, or the segment
 created earlier and then the address."""

@@ -10,8 +10,6 @@ from itertools import groupby
 from memwall.predict.malloc.malloc_process import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, SET_POLICY, STEP
 from memwall.trace.records import Step
 
-__all__ = ["StepEvents", "events_of", "repeated"]
-
 # What lives beside a storage: its header and its tensor's (c10/core/StorageImpl.h, TensorImpl.h), and small change. The
 # blocks of 24 bytes matter most: they fit the slivers that glibc cuts off an aligned block, and keep gaps open there.
 # Sizes and numbers here and below: calls of a GPT, a convolutional net and a perceptron with torch 2.13, recorded by a

@@ -20,16 +20,6 @@ from memwall.errors import UsageError
 from memwall.predict.malloc import malloc_process
 from memwall.predict.malloc.malloc_calls import StepEvents, repeated
 
-__all__ = [
-    "MallocForecast",
-    "MallocPolicy",
-    "RESTORED",
-    "policy_named",
-    "replay",
-    "settings_of",
-    "unavailable_reason",
-]
-
 _EVENT_BYTES = 3 * 8
 # malloc.h of glibc. M_MMAP_THRESHOLD is refused above 32 MiB (HEAP_MAX_SIZE / 2).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

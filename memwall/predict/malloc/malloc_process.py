@@ -18,16 +18,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-__all__ = [
-    "ALLOCATE",
-    "ALLOCATE_SMALL",
-    "FREE",
-    "MOVE",
-    "SET_POLICY",
-    "STEP",
-    "resident_pages",
-]
-
 ALLOCATE = 0
 """A tensor's block, aligned as torch's CPU allocator aligns it; all of it will be written."""
 ALLOCATE_SMALL = 1

@@ -18,18 +18,6 @@ from memwall.native import load_library
 from memwall.predict.malloc.malloc_calls import StepEvents, repeated
 from memwall.predict.malloc.malloc_process import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, STEP
 
-__all__ = [
-    "MIN_TENSOR_BYTES",
-    "TORCH_LIBRARY",
-    "HeapFigures",
-    "HeapForecast",
-    "TensorHeap",
-    "dry_heap",
-    "heap_library",
-    "heap_unavailable_reason",
-    "replay_in_heap",
-]
-
 MIN_TENSOR_BYTES = 64 << 10
 """Smaller tensors stay with malloc: rounding them to pages would cost more than it saves."""
 TORCH_LIBRARY = b"libc10.so"

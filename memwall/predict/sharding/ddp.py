@@ -14,8 +14,6 @@ from memwall.predict.sharding.rank_step import RankStep
 from memwall.predict.sharding.units import ShardUnit
 from memwall.trace.records import Step, Trace
 
-__all__ = ["BUCKET_BYTES", "Ddp", "fullest_part"]
-
 BUCKET_BYTES = 25 << 20
 
 

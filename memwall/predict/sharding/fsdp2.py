@@ -19,8 +19,6 @@ from memwall.predict.sharding.rank_step import RankStep
 from memwall.predict.sharding.units import ShardUnit
 from memwall.trace.records import ModuleCall, Step, Trace
 
-__all__ = ["Fsdp2"]
-
 Reshard = Literal["yes", "no", "node"]
 
 

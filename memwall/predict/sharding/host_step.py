@@ -1,7 +1,5 @@
 """Seconds of Adam on the CPUs of a training node, which no computation on the device hides."""
 
-__all__ = ["host_step_seconds"]
-
 # Weight, gradient and two moments in float32 are read, all but the gradient written.
 _BYTES_PER_ELEMENT = 28
 # Two sockets with eight channels of DDR5-4800 each, as of a DGX H100 (Xeon Platinum 8480C):

@@ -8,8 +8,6 @@ from memwall.predict.sharding.network import Network
 from memwall.predict.sharding.units import ShardUnit
 from memwall.trace.records import Step, Trace
 
-__all__ = ["RankCost", "Sharding"]
-
 
 class RankCost(Struct, frozen=True, kw_only=True):
     """Holds the step of one rank, and what it costs besides its operations."""

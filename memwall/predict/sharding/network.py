@@ -14,8 +14,6 @@ from memwall.errors import UsageError
 from memwall.machine.hardware import Hardware
 from memwall.machine.node_links import NodeLink
 
-__all__ = ["Group", "Network", "network_of"]
-
 _BASE_SECONDS = 8.4e-6
 _PEER_HOP_SECONDS, _PCIE_HOP_SECONDS, _NODE_HOP_SECONDS = 3.4e-6, 5.7e-6, 14.0e-6
 

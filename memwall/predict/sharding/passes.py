@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from memwall.predict.sharding.rank_step import RankStep
 from memwall.predict.sharding.units import ShardUnit
 
-__all__ = ["Passes"]
-
 
 class Passes:
     """Holds the executions of units other than the root in the order of forward, and in that of backward."""

@@ -8,8 +8,6 @@ import msgspec
 from memwall.predict.sharding.units import ShardUnit
 from memwall.trace.records import Category, Step, Storage, Trace
 
-__all__ = ["ITEMSIZES", "RankStep"]
-
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _HALF_BYTES = 2
 

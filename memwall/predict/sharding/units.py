@@ -10,8 +10,6 @@ from msgspec import Struct
 
 from memwall.trace.records import Module, ModuleCall, Step, Trace
 
-__all__ = ["ShardUnit", "find_units", "unit_modules"]
-
 
 class ShardUnit(Struct, frozen=True, kw_only=True):
     """Describes a unit of a recorded step."""

@@ -17,8 +17,6 @@ from memwall.predict.sharding.units import ShardUnit
 from memwall.trace.records import Step, Trace
 from memwall.trace.workload_facts import workload_facts
 
-__all__ = ["DeepSpeedZero"]
-
 _MASTER_BYTES = 4
 _MIN_BUCKET_ELEMENTS = 500_000  # as memwall.planning.deepspeed has it
 

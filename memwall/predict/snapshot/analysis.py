@@ -21,16 +21,6 @@ from memwall.predict.snapshot.user_line import line_of
 from memwall.trace.snapshot.records import Event, Snapshot
 from memwall.trace.tags import Tag
 
-__all__ = [
-    "DeviceAnalysis",
-    "Moment",
-    "OutOfMemory",
-    "Pin",
-    "SettingsSearch",
-    "analyse_device",
-    "devices_of",
-]
-
 EARLIER = "(allocated before the recording)"
 _UNKNOWN = "unknown"
 _MOST_PINS = _MOST_RETRIES = 10

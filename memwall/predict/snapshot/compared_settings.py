@@ -29,8 +29,6 @@ from memwall.predict.snapshot.ties import RELEASE_OF_RULE, exact_tie_rules
 from memwall.trace.snapshot.records import Snapshot
 from memwall.units import format_bytes
 
-__all__ = ["events_of_recording", "with_settings"]
-
 # A replay that is further off tells nothing about other settings.
 _MOST_ERROR = 0.05
 _MISSING = "parts of the history are missing"

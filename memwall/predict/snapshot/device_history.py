@@ -16,8 +16,6 @@ from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.snapshot.device_memory import MemoryState, range_of
 from memwall.trace.snapshot.records import Event, Snapshot
 
-__all__ = ["BEFORE_RECORDING", "DeviceHistory", "Release", "held_after", "recording_of", "releases_of", "replayed"]
-
 BEFORE_RECORDING = -1
 """Stack of a block of which only its end was recorded."""
 

@@ -18,8 +18,6 @@ from memwall.predict.cuda_allocator.rounding import (
 )
 from memwall.trace.snapshot.records import Event
 
-__all__ = ["MemoryState", "range_of"]
-
 
 class MemoryState:
     """Holds the memory of one device at one moment; changes with every event applied.

@@ -7,8 +7,6 @@ from memwall.predict.snapshot.timeline import Timeline
 from memwall.predict.snapshot.user_line import line_of
 from memwall.trace.snapshot.records import Snapshot
 
-__all__ = ["Retry", "retries_of", "retry_note"]
-
 
 class Retry(Struct, frozen=True, kw_only=True):
     """Describes how cached segments were given back for a request that the device had no room for."""

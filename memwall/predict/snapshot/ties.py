@@ -15,8 +15,6 @@ from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.torch_releases import TieRule, VersionProfile
 from memwall.predict.snapshot.device_history import DeviceHistory
 
-__all__ = ["RELEASE_OF_RULE", "exact_tie_rules"]
-
 RELEASE_OF_RULE: dict[TieRule, str] = {"address": "2.11.0", "block": "2.12.0", "segment": "2.13.0"}
 """A release that decides ties so."""
 

@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 from memwall.predict.snapshot.device_history import DeviceHistory, replayed
 from memwall.predict.snapshot.device_memory import MemoryState
 
-__all__ = ["UNKNOWN", "Fragmentation", "Timeline", "category_bytes", "timeline_of"]
-
 UNKNOWN = "unknown"
 """Category of a block of which the snapshot says none: nothing is guessed."""
 

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 from memwall.trace.snapshot.records import Frame
 
-__all__ = ["line_of"]
-
 NO_STACK = "(no stack recorded)"
 # Frames of the machinery between a user's line and the allocator.
 _FOREIGN_PATHS = (

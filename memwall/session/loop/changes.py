@@ -9,8 +9,6 @@ from memwall.session.loop.stages import Stages
 from memwall.session.recovery import Recovery
 from memwall.session.step_borders import StepBorders
 
-__all__ = ["LoopChanges"]
-
 
 class LoopChanges:
     """Compares each step of a loop with the one that its plan was made from.

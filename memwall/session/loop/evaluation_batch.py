@@ -12,8 +12,6 @@ from memwall.predict.evaluation import evaluation_bytes
 from memwall.predict.first_step import FirstStep
 from memwall.trace.records import Trace
 
-__all__ = ["largest_batch", "with_evaluation"]
-
 
 def with_evaluation(first: FirstStep, trace: Trace) -> FirstStep:
     """Returns what a run needs from its first step on, with an evaluation in the largest batches of its loaders."""

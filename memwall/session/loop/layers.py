@@ -11,9 +11,6 @@ from torch import nn
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.modules import own_modules, own_parameters
 
-__all__ = ["Layers"]
-
-
 _takes_gradients = attrgetter("requires_grad")
 _is_there = partial(is_not, None)
 

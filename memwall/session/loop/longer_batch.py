@@ -9,8 +9,6 @@ from memwall.apply.microbatch import tensors_in
 from memwall.planning.planfile import Plan
 from memwall.trace.records import Trace
 
-__all__ = ["Shape", "input_shape", "is_too_large"]
-
 Shape = tuple[int, ...]
 """Says how large a batch is: the shape of the first tensor that a model is called with; () where there is none."""
 

@@ -8,8 +8,6 @@ needs the most memory.
 
 from memwall.session.live_plan import Revision
 
-__all__ = ["Stage", "Stages"]
-
 Stage = tuple[bool, ...]
 """Says of each parameter whether it takes gradients."""
 

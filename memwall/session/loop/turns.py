@@ -12,8 +12,6 @@ from torch import nn
 
 from memwall.trace.optimizers import trains
 
-__all__ = ["FirstTurns", "Turns"]
-
 _MOST_TURNS = 8
 """Steps of one optimizer after which one that has not stepped is not waited for any more."""
 

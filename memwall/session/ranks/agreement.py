@@ -21,8 +21,6 @@ from memwall.session.ranks.receives import Receive, receiving, refuse_receiving
 from memwall.torch_internals.dispatch import without_dispatch_modes
 from memwall.torch_internals.process_groups import store_of_all
 
-__all__ = ["Ranks"]
-
 _T = TypeVar("_T")
 _GRACE = timedelta(seconds=5)
 """Time that a rank that knows that another one is missing waits for those that are only late, to tell them apart."""

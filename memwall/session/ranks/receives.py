@@ -16,8 +16,6 @@ from memwall.patches import Patches
 from memwall.session.parallel import PIPELINE, check_no_pipeline
 from memwall.torch_internals.process_groups import store_of_all
 
-__all__ = ["Receive", "receiving", "refuse_receiving", "watch_receives"]
-
 _WAITING = ("recv", "recv_object_list")
 """Functions of torch.distributed that return once the other rank has sent."""
 _NAMES = (*_WAITING, "irecv", "batch_isend_irecv")

@@ -25,8 +25,6 @@ from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
-__all__ = ["Solve", "agreed_excess", "check_equal", "planned_together", "save_together", "tell_of_failure"]
-
 _log = logging.getLogger(__name__)
 
 _COLLECTIVES = ("c10d.", "_c10d_functional.", "c10d_functional.")

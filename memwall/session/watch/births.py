@@ -12,8 +12,6 @@ from memwall.torch_internals.dispatch import TorchDispatchMode, active_dispatch_
 from memwall.torch_internals.storages import StorageWeakRef
 from memwall.trace.source_lines import SourceLines
 
-__all__ = ["Births"]
-
 
 class Births(TorchDispatchMode):
     """Notes from construction until `stop`; what it notes keeps nothing alive."""

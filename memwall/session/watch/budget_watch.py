@@ -9,8 +9,6 @@ from collections.abc import Callable
 from memwall.session.measurements import Measurements
 from memwall.units import format_bytes
 
-__all__ = ["BudgetWatch", "place_of"]
-
 _log = logging.getLogger(__name__)
 
 _INTERVAL_SECONDS = 0.2

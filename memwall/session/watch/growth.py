@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from memwall.session.watch.births import Births
 from memwall.units import format_bytes
 
-__all__ = ["GrowthWatch", "rise_per_step"]
-
 _log = logging.getLogger(__name__)
 
 _STRETCHES = (5, 20, 80)

@@ -2,8 +2,6 @@
 
 from memwall.session.measurements import Measurements
 
-__all__ = ["RoomBetweenSteps"]
-
 _NUM_LEARNED = 3
 """Intervals between steps that are looked at: free pages that are returned have to be faulted in again by each step."""
 

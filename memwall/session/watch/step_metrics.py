@@ -9,8 +9,6 @@ from msgspec import Struct
 
 from memwall.session.measurements import Measurements
 
-__all__ = ["StepLog", "StepMetrics"]
-
 
 class StepMetrics(Struct, frozen=True, kw_only=True):
     """Holds what one training step needed; bytes are those of the process on the model's device."""

@@ -27,8 +27,6 @@ from memwall.trace.snapshot.records import (
 )
 from memwall.trace.snapshot.restricted_pickle import DEFAULT_MEMORY_LIMIT_BYTES, Compacted, read_plain_pickle
 
-__all__ = ["load_snapshot"]
-
 _ACTIONS = frozenset(get_args(Action))
 _STATES: dict[object, BlockState] = {
     "active_allocated": "active_allocated",

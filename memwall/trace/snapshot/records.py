@@ -9,8 +9,6 @@ from typing import Literal
 
 from msgspec import Struct
 
-__all__ = ["Action", "SnapshotBlock", "BlockState", "Event", "Frame", "SnapshotSegment", "Snapshot"]
-
 Action = Literal[
     "alloc",
     "free_requested",

@@ -18,8 +18,6 @@ from msgspec import Struct
 
 from memwall.errors import TraceError
 
-__all__ = ["DEFAULT_MEMORY_LIMIT_BYTES", "Compacted", "PlainPickle", "is_pickle", "read_plain_pickle"]
-
 DEFAULT_MEMORY_LIMIT_BYTES = 8 << 30
 _WINDOW_BYTES = 4 << 20
 _MOST_TEXT_BYTES = 16 << 20
