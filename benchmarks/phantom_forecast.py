@@ -17,7 +17,7 @@ from memwall.predict.cuda_allocator.step_peaks import NUM_STEADY
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.trace.records import Step
 
-__all__ = ["STEPS", "cause", "foreseen"]
+__all__ = ["STEPS", "cause", "foreseen", "peaks_of"]
 
 STEPS = ("first", "steady")
 _MIB = 1 << 20
@@ -36,11 +36,12 @@ class _Allocator(CudaAllocator):
 
 def foreseen(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> dict[str, Peaks]:
     """Returns the bytes at the peak of the first step and of steady ones, by what torch's allocator calls them."""
-    first, *steady = _peaks(translated_case(family, precision, optimizer, hardware).steps)
+    first, *steady = peaks_of(translated_case(family, precision, optimizer, hardware).steps)
     return {"first": first, "steady": {name: max(peaks[name] for peaks in steady) for name in first}}
 
 
-def _peaks(steps: tuple[Step, ...]) -> list[Peaks]:
+def peaks_of(steps: tuple[Step, ...]) -> list[Peaks]:
+    """Returns the bytes at the peak of each recorded step, the last of which is run again."""
     trace = events_of_steps(steps, num_repeats=NUM_STEADY)
     allocator = _Allocator(AllocatorSettings(), profile_for(str(torch.__version__))[0])
     playback, sizes, requested, found = Playback(allocator), {}, 0, []

@@ -47,8 +47,6 @@ OUTPUT = Path(__file__).parent / "results/simulated/phantom_truth.json"
 GOALS = {"allocated_bytes": {"median": 0.001, "worst": 0.01}, "reserved_bytes": {"median": 0.005, "worst": 0.03}}
 CARDS = ("h100-80gb", "l4")
 _NOTABLE = 0.001
-UNMODELLED = "recurrent"
-BUT_FOR = f", without {UNMODELLED}"
 Row = dict[str, Any]
 
 
@@ -209,11 +207,6 @@ def line(device: str, figures: dict[str, Any]) -> str:
 def result_of(rows: Sequence[Row]) -> dict[str, Any]:
     devices = sorted({row["device"] for row in rows})
     chosen = {device: [row for row in rows if row["device"] == device] for device in devices}
-    # Forecasts have no recurrent layers of cuDNN's, and say so: the other families stand apart as well.
-    chosen |= {
-        f"{device}{BUT_FOR}": [row for row in of_card if row["case"].partition("/")[0] != UNMODELLED]
-        for device, of_card in chosen.items()
-    }
     return {
         **provenance(),
         "schema": "memwall.benchmarks.phantom_truth/2",

@@ -21,6 +21,7 @@ __all__ = [
     "num_flops",
     "operator_named",
     "packet_of",
+    "recurrent_functions",
     "schema_of",
     "without_cpu_autocast",
 ]
@@ -71,6 +72,9 @@ def without_cpu_autocast() -> AbstractContextManager[Any]:
     made: AbstractContextManager[Any] = _exclude(_key_set(_autocast_cpu))
     return made
 
+
+recurrent_functions: Any = find("torch._VF", "recurrent layers as CUDA runs them")
+"""Holds what `nn.LSTM` and its kin call: `lstm`, `gru`, `lstm_cell` and others; None in a torch without it."""
 
 foreach_add_: Callable[..., Any] = function("torch._foreach_add_", "counting the steps of the fused AdamW")
 """Adds a number to each of a list of tensors, in place."""
@@ -150,6 +154,11 @@ _NEEDED_FOR = {
             "_scaled_dot_product_attention_math.default",
             "_index_put_impl_.default",
             "_fused_rms_norm_backward.default",
+            "_cudnn_rnn.default",
+            "_cudnn_rnn_backward.default",
+            "_thnn_fused_lstm_cell.default",
+            "_thnn_fused_gru_cell.default",
+            "_thnn_fused_gru_cell_backward.default",
         ),
         "recording CUDA's kernels on a CPU",
     ),

@@ -29,6 +29,7 @@ from memwall.trace.fake_values import KnownValues
 from memwall.trace.op_work import OpWork
 from memwall.trace.optimizers import leaves_foreach_to_torch
 from memwall.trace.records import Trace
+from memwall.trace.recurrent import flatten_weights
 from memwall.trace.spec import describe_error
 from memwall.trace.trace_builder import TraceBuilder, run_evaluated, run_recorded
 from memwall.trace.workload import Workload
@@ -149,6 +150,8 @@ def fake_run(
         with without_truncated_sampling():
             model = _made_fake(workload.make_model(), fake_mode)
         contexts.enter_context(_seen_as_eager())  # now that the model has imported its libraries
+        if target == "cuda":
+            flatten_weights(model)
         values.forget(model.parameters())
         builder = TraceBuilder([model], seconds_of=seconds_of or _no_seconds, workspaces=workspaces)
         place.builder = builder

@@ -1,24 +1,28 @@
-"""oneDNN's recurrent layers, which torch runs for an LSTM on a CPU: what their forward keeps for backward.
+"""Recurrent layers: what oneDNN's, which torch runs for an LSTM on a CPU, keep for backward; how cuDNN's weights lie.
 
 torch's fake version of the layer returns an empty workspace (torch/_meta_registrations.py, `mkldnn_rnn_layer`, 2.13),
 while the real one holds gates and states of every token, several times the layer's result. How large it is only
 oneDNN knows, so that it is asked: by a layer of the same widths on few tokens, since the workspace grows by the token.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memwall.torch_internals.dispatch import without_dispatch
 
-__all__ = ["LAYER", "with_workspace"]
+__all__ = ["LAYER", "flatten_weights", "num_elements", "parts_of", "with_workspace"]
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 
 # Tokens of the two runs that are made where there are more. The workspace is rounded to pages, which this many hide.
 _FEW, _MANY = 16, 32
+
+# torch/backends/cudnn/__init__.py, `CUDNN_TENSOR_DTYPES`: weights of other types are gathered in every call.
+_FLATTENED = (torch.float16, torch.float32, torch.float64)
 
 
 def with_workspace(args: tuple[Any, ...], out: Any) -> Any:
@@ -57,3 +61,30 @@ def _workspace_bytes(
         tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
         workspace: Tensor = LAYER(data, *tensors, reverse, [], *settings, False, train)[3]
         return workspace.numel()
+
+
+def flatten_weights(model: nn.Module) -> None:
+    """Lays the weights of each recurrent layer in one buffer, as moving it to CUDA does (`flatten_parameters`)."""
+    for layer in model.modules():
+        weights = list(layer.parameters()) if isinstance(layer, nn.RNNBase) else []
+        if isinstance(layer, nn.RNNBase) and {weight.dtype for weight in weights} in ({each} for each in _FLATTENED):
+            num_stacked = layer.num_layers * (1 + layer.bidirectional)
+            buffer = torch.empty(num_elements(weights, num_stacked), dtype=weights[0].dtype)
+            for weight, part in zip(weights, parts_of(buffer, weights), strict=True):
+                weight.data = part.view(weight.shape)
+
+
+def num_elements(weights: Sequence[Tensor], num_stacked: int) -> int:
+    """Returns the elements of the buffer of a layer's weights, in which a layer without biases has them all the same.
+
+    Args:
+        num_stacked: layers, each direction counted.
+    """
+    matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
+    return matrices + 2 * num_stacked * weights[0].shape[0]
+
+
+def parts_of(buffer: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the parts of a buffer that weights have the elements of."""
+    sizes = [weight.numel() for weight in weights]
+    return list(buffer.split([*sizes, buffer.numel() - sum(sizes)]))[: len(sizes)]

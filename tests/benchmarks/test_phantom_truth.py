@@ -23,20 +23,6 @@ def test_a_row_beyond_its_goal_is_missed_and_explained() -> None:
     assert found["deviating"] == {"one": {"steady allocated_bytes": [pytest.approx(0.02), ""]}}
 
 
-def test_families_that_are_not_modelled_are_counted_and_stand_apart_as_well() -> None:
-    counted = {"allocated_bytes": 1000, "reserved_bytes": 2000}
-    same = dict.fromkeys(("first", "steady"), counted)
-    high = {step: {"allocated_bytes": 1500, "reserved_bytes": 2000} for step in same}
-    rows = [
-        {"device": "l4", "case": "gpt2/float32/sgd", "counted": same, "foreseen": same},
-        {"device": "l4", "case": "recurrent/float32/sgd", "counted": same, "foreseen": high},
-    ]
-    tables = phantom_truth.result_of(rows)["tables"]
-    assert {name: figures["num_rows"] for name, figures in tables.items()} == {"l4": 2, "l4, without recurrent": 1}
-    assert tables["l4"]["first allocated_bytes"]["worst"] == pytest.approx(0.5)
-    assert tables["l4, without recurrent"]["missed"] == []
-
-
 def test_the_published_table_is_the_result_file() -> None:
     tables = json.loads(phantom_truth.OUTPUT.read_text())["tables"]
     for device, figures in tables.items():

@@ -5,7 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
+from fake_steps import record_fake
+from phantom_forecast import peaks_of
+from torch import Tensor, nn
+
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.translate import recording_for, translated
+from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.phantom(numbers=False)
 LAYERS = [
@@ -60,3 +66,40 @@ def test_training_reserves_what_is_assumed_and_inference_nothing() -> None:
     reserve = 16 * 4 * 128 * (4 + 1 + 1) * 4
     states = 2 * 4 * 128 * 4  # of zeros, which backward reads
     assert held(is_training=True) - held(is_training=False) == reserve + states
+
+
+@pytest.mark.phantom(card="h100-80gb", numbers=False)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("make", [LAYERS[0], LAYERS[2], LAYERS[3]])
+def test_the_translation_foresees_what_torch_requests(make: Callable[[], nn.RNNBase], precision: str) -> None:
+    """GIVEN the steps of a layer WHEN they are foreseen without a device THEN both peaks are right to the byte."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast"):
+            found: Tensor = model(batch)[0].float().pow(2).sum()
+        return found
+
+    def steps(place: str) -> tuple[nn.Module, Tensor]:
+        return make().to(dtype).to(place), torch.zeros(64, 8, 24, dtype=dtype, device=place)
+
+    workload = Workload(
+        model=lambda: steps("cpu")[0],
+        batch=lambda: steps("cpu")[1],
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+    )
+    hardware = hardware_named("h100-80gb")
+    recording = recording_for(hardware)
+    trace = record_fake(workload, target="cuda", workspaces=recording.workspaces, choices=recording.choices())
+    first, *steady = peaks_of(translated(trace, hardware, autocast=recording.autocast).steps)
+    model, batch = steps("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    counted = []
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counted.append(torch.cuda.memory_stats()["requested_bytes.all.peak"])
+    assert [first["requested_bytes"], steady[-1]["requested_bytes"]] == counted

@@ -127,13 +127,17 @@ def test_what_is_not_modelled_is_named_where_the_trace_calls_for_it(
 
 
 @pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM, nn.LSTMCell])
-def test_recurrent_layers_are_named_however_a_cpu_runs_them(
+def test_what_is_assumed_of_recurrent_layers_is_named_and_all_that_a_cpu_ran_of_them(
     layer: Callable[..., nn.Module], workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
 ) -> None:
-    """A CPU has an operator for some, and takes others to pieces; CUDA has cuDNN and fused cells for them."""
+    """GIVEN a step as CUDA runs it THEN cuDNN's layers are named, and of a fused cell there is nothing to say."""
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         return model(batch)[0].sum()  # type: ignore[no-any-return]
 
-    workload = workload_of(lambda: layer(8, 8), lambda: torch.ones(4, 8), loss=loss)
-    assert any("recurrent" in line for line in not_modelled(recorded(workload, "l4"), hardware_named("l4")))
+    workload, hardware = workload_of(lambda: layer(8, 8), lambda: torch.ones(4, 8), loss=loss), hardware_named("l4")
+    said = [line for line in not_modelled(recorded(workload, "l4"), hardware) if "recurrent" in line]
+    assert [line for line in said if "assumed" in line] == said
+    assert bool(said) == (layer is not nn.LSTMCell)
+    live = translated(record(workload), hardware)
+    assert "cuDNN's recurrent layers, and fused recurrent cells" in not_modelled(live, hardware)

@@ -17,6 +17,7 @@ from memwall.patches import Patches
 from memwall.predict.cuda.attention import run_attention
 from memwall.predict.cuda.autocast_lists import cuda_autocast_lists
 from memwall.predict.cuda.cuda_device import CudaDevice
+from memwall.predict.cuda.recurrent import cuda_recurrent
 from memwall.predict.cuda.results import cuda_results
 from memwall.predict.cuda.whole_rms_norm import fused_rms_norm
 from memwall.predict.cuda.workspaces import CudaWorkspaces
@@ -44,6 +45,7 @@ class CudaRecording:
             patches.wrap(torch.autocast, "__init__", self._begin_autocast)
             if not self._device.is_rocm:
                 patches.wrap(F, "scaled_dot_product_attention", self._attention)
+                patches.enter("functions", "torch._VF", cuda_recurrent())
             patches.wrap(F, "dropout", _fused_dropout)
             patches.enter("operators", "torch.ops.aten, autocast-lists", cuda_autocast_lists())
             patches.enter("operators", "torch.ops.aten, rms-norm", fused_rms_norm())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memwall.predict.cuda.recurrent import RECURRENT_RESULTS
 from memwall.torch_internals.dispatch import TorchDispatchMode
 
 __all__ = ["cuda_results"]
@@ -20,6 +21,9 @@ class _CudaResults(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        whole = RECURRENT_RESULTS.get(func)
+        if whole is not None:
+            return whole(*args)
         out = func(*args, **(kwargs or {}))
         rule = _RULES.get(func)
         return out if rule is None else rule(out)

@@ -95,7 +95,9 @@ def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
         found.append("reserve space of cuDNN's batch normalisation")
     if has("sort", "topk", "cumsum", "unique", "nonzero", "index_put"):
         found.append("temporaries of CUB inside sorting, scanning and selecting")
-    if any(module.class_name in _RECURRENT for module in trace.modules):
+    if has("cudnn_rnn"):
+        found.append("what cuDNN's recurrent layers keep for backward and work in, for which a size is assumed")
+    elif (is_rocm or trace.source == "recorded") and any(each.class_name in _RECURRENT for each in trace.modules):
         found.append("cuDNN's recurrent layers, and fused recurrent cells")
     if trace.autocast != "none":
         found.append("rare operators that autocast treats differently on a CPU and on CUDA; gradient scaling")

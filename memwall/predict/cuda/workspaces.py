@@ -13,6 +13,7 @@ from torch import Tensor
 
 from memwall.predict.cuda.attention_workspaces import ATTENTION_FORMULAS
 from memwall.predict.cuda.cuda_device import CudaDevice
+from memwall.predict.cuda.recurrent import RECURRENT_FORMULAS
 from memwall.predict.cuda.reducing_operators import REDUCING_FORMULAS
 from memwall.torch_internals.operators import operator_named
 from memwall.trace.op_work import own_work_of
@@ -42,7 +43,7 @@ class CudaWorkspaces(Workspaces):
     def __init__(self, device: CudaDevice) -> None:
         super().__init__(is_available=False)
         self._device = device
-        self._formulas = FORMULAS if device.is_rocm else FORMULAS | ATTENTION_FORMULAS
+        self._formulas = FORMULAS if device.is_rocm else FORMULAS | ATTENTION_FORMULAS | RECURRENT_FORMULAS
 
     @contextmanager
     def measuring(

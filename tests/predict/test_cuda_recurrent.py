@@ -1,0 +1,115 @@
+"""Recurrent layers and cells of a step recorded for a device that is not here: cuDNN's operator, fused cells."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from memwall.trace.records import Trace
+from memwall.trace.workload import Workload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SAMPLES, TOKENS, WIDTH = 4, 16, 32
+POSITIONS = SAMPLES * TOKENS
+
+
+class First(nn.Module):
+    """Returns what a recurrent layer or cell puts out, and no state."""
+
+    def __init__(self, layer: nn.Module, *, is_packed: bool = False) -> None:
+        super().__init__()
+        self.layer, self.is_packed = layer, is_packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(PackedSequence(x.flatten(0, 1), torch.tensor([SAMPLES] * TOKENS)) if self.is_packed else x)
+        first: Tensor = out if isinstance(out, Tensor) else out[0]
+        return first.data if self.is_packed else first
+
+
+@pytest.fixture
+def run(workload_of: Callable[..., Workload], recorded: Callable[..., Trace]) -> Callable[..., Trace]:
+    """(layer, options of the step) -> the step as an H100 would run it."""
+
+    def made(
+        layer: Callable[[], nn.Module],
+        shape: tuple[int, ...] = (SAMPLES, TOKENS, WIDTH),
+        *,
+        dtype: torch.dtype = torch.float32,
+        is_cast: bool = False,
+        is_packed: bool = False,
+    ) -> Trace:
+        def loss(model: nn.Module, batch: Tensor) -> Any:
+            with torch.autocast("cuda", torch.bfloat16, enabled=is_cast):
+                return model(batch).float().sum()
+
+        model = lambda: First(layer(), is_packed=is_packed)  # noqa: E731
+        return recorded(workload_of(model, lambda: torch.ones(shape), dtype, loss=loss), "h100-80gb")
+
+    return made
+
+
+def lstm(**options: Any) -> nn.LSTM:
+    return nn.LSTM(WIDTH, WIDTH, batch_first=True, **options)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_an_lstm_is_one_operator_that_keeps_gates_cells_and_results(
+    is_packed: bool, run: Callable[..., Trace], new_bytes: Callable[..., list[int]]
+) -> None:
+    """As is assumed of cuDNN; a CPU runs other operators, and keeps several times as much."""
+    trace = run(lstm, is_packed=is_packed)
+    state = SAMPLES * WIDTH * 4
+    assert new_bytes(trace, "_cudnn_rnn")[:4] == [POSITIONS * WIDTH * 4, state, state, POSITIONS * WIDTH * 6 * 4]
+    assert not any("mkldnn" in name or "sigmoid" in name for name in trace.names)
+
+
+def test_a_gru_has_no_cells(run: Callable[..., Trace], new_bytes: Callable[..., list[int]]) -> None:
+    trace = run(lambda: nn.GRU(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True))
+    assert POSITIONS * WIDTH * 5 * 4 * 4 in new_bytes(trace, "_cudnn_rnn")  # of two layers in two directions
+
+
+def test_weights_and_their_gradients_lie_in_one_buffer_each(run: Callable[..., Trace]) -> None:
+    trace = run(lambda: lstm(num_layers=2))
+    step = trace.steps[-1]
+    nbytes = sum(weight.nbytes for weight in lstm(num_layers=2).parameters())
+    for category in ("parameter", "gradient"):
+        assert [each.nbytes for each in step.storages if each.category == category] == [nbytes]
+
+
+def test_weights_of_bfloat16_are_gathered_in_every_call(run: Callable[..., Trace]) -> None:
+    """Source: torch/backends/cudnn/__init__.py; torch warns of it on the device."""
+    step = run(lstm, dtype=torch.bfloat16).steps[-1]
+    nbytes = sum(weight.numel() * 2 for weight in lstm().parameters())
+    assert len([each for each in step.storages if each.category == "parameter"]) == 4
+    assert nbytes in {step.storages[save.storage].nbytes for save in step.saved}
+
+
+def test_autocast_runs_a_layer_in_float16_whatever_else_it_casts_to(
+    run: Callable[..., Trace], new_bytes: Callable[..., list[int]]
+) -> None:
+    trace = run(lstm, is_cast=True)
+    assert new_bytes(trace, "_cudnn_rnn")[0] == POSITIONS * WIDTH * 2
+    (number,) = (at for at, op in enumerate(trace.steps[-1].ops) if trace.names[op.name] == "aten._cudnn_rnn.default")
+    storages = trace.steps[-1].storages
+    assert storages[trace.steps[-1].ops[number].outputs[0]].dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("cell", "operator", "num_kept"),
+    [(nn.LSTMCell, "_thnn_fused_lstm_cell", 4), (nn.GRUCell, "_thnn_fused_gru_cell", 5)],
+)
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_a_cell_is_two_products_and_one_kernel(
+    cell: type[nn.Module],
+    operator: str,
+    num_kept: int,
+    is_cast: bool,
+    run: Callable[..., Trace],
+    new_bytes: Callable[..., list[int]],
+) -> None:
+    trace = run(lambda: cell(WIDTH, WIDTH), (SAMPLES, WIDTH), is_cast=is_cast)
+    assert new_bytes(trace, operator)[-1] == SAMPLES * WIDTH * num_kept * (2 if is_cast else 4)
+    assert not any("sigmoid" in name for name in trace.names)
