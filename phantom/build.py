@@ -102,7 +102,7 @@ def run(*command: object) -> str:
 def exported(source: Path) -> set[str]:
     """Returns the functions that a library exports, or that a header of the driver declares."""
     if source.suffix == ".h":
-        return set(re.findall(r"^\w+ CUDAAPI (cu\w+)\(", source.read_text(), re.M))
+        return set(re.findall(r"^\w+ CUDAAPI\s+(cu\w+)\(", source.read_text(), re.M))
     lines = run("nm", "-D", "--defined-only", source).splitlines()
     return {line.split()[2].split("@")[0] for line in lines if line.split()[1] in "TWi"} - {"_init", "_fini"}
 

@@ -33,6 +33,23 @@ def test_cudnns_own_choice_asks_for_a_workspace_on_every_card(card: str) -> None
         assert found > workspace_bytes(torch.bfloat16) // 2 > 0
 
 
+@pytest.mark.phantom(card="h100-80gb", cudnn="real", numbers=False)
+def test_kernels_that_cudnn_compiles_as_it_runs_are_among_its_choices() -> None:
+    """A real H100 held these bytes in the weight's gradient of a ConvNeXt's depthwise convolution in bfloat16.
+
+    cuDNN rules such kernels out where the driver lacks a function that links them.
+    """
+    x = torch.zeros(96, 320, 3, 3, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    weight = torch.zeros(320, 1, 7, 7, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = torch.nn.functional.conv2d(x, weight, padding=3, groups=320)
+    gradient = torch.ones_like(y)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    y.backward(gradient)
+    held = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    assert held - weight.nbytes == 48_168_960
+
+
 @pytest.mark.phantom(cudnn="real")
 def test_values_are_the_cpus_whatever_cudnn_chooses() -> None:
     layer = torch.nn.Conv2d(4, 4, 3)
