@@ -217,16 +217,19 @@ def _check_optimizer(optimizer: "torch.optim.Optimizer | None") -> bool:
 
 
 def _sizes(model: "nn.Module", ranks: int, *, is_lower: bool) -> _Sizes:
-    counts = {id(p): p.numel() for p in model.parameters() if p.numel()}
+    from torch import nn
+
+    parameters = nn.Module.parameters  # some classes have a `parameters` of their own
+    counts = {id(p): p.numel() for p in parameters(model) if p.numel()}
     if not counts:
         raise IntegrationError(
             f"{type(model).__name__} has no parameters with elements, so there is nothing to size buffers by; give the "
             'model as it is before deepspeed.zero.Init partitions it, made under torch.device("meta") if it is large'
         )
     largest = max(counts.values())
-    element_bytes = 2 if is_lower else max(p.element_size() for p in model.parameters())
+    element_bytes = 2 if is_lower else max(p.element_size() for p in parameters(model))
     most = max(
-        sum(-(-p.numel() // ranks) * element_bytes >= SWAPPED_MIN_BYTES for p in module.parameters(recurse=False))
+        sum(-(-p.numel() // ranks) * element_bytes >= SWAPPED_MIN_BYTES for p in parameters(module, recurse=False))
         for module in model.modules()
     )
     return _Sizes(

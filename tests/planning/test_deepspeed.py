@@ -189,6 +189,16 @@ def test_a_module_with_many_large_parameters_gets_twice_as_many_buffers(tmp_path
     assert config["zero_optimization"]["offload_param"]["buffer_count"] == 9
 
 
+def test_a_module_whose_parameters_is_its_own_method_is_sized_whole() -> None:
+    class Learner(nn.Linear):
+        def parameters(self) -> list[nn.Parameter]:  # type: ignore[override]
+            return [self.bias]
+
+    model = nn.Sequential(Learner(16, 16))
+    sizes = [a_plan().deepspeed_config(model=each, world_size=1) for each in (model, model[0], nn.Linear(16, 16))]
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
 def test_parameters_on_nvme_need_the_model(tmp_path: Path) -> None:
     with pytest.raises(IntegrationError, match=r"buffers that hold the largest parameter; give model=\.\.\."):
         a_plan().deepspeed_config(disk=str(tmp_path), offload_parameters="nvme")
