@@ -38,7 +38,6 @@ def snapshot_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
     grids = [
         moment_grid(analysis),
         failure_grid(analysis),
-        retry_grid(analysis),
         *holder_grids(analysis),
         pin_grid(analysis),
         *settings_grids(analysis),
@@ -82,25 +81,6 @@ def failure_grid(analysis: DeviceAnalysis) -> Grid | None:
     )
 
 
-def retry_grid(analysis: DeviceAnalysis) -> Grid:
-    """Shows requests for which cached segments were given back, the slowest first."""
-    more = analysis.num_retries - len(analysis.retries)
-    return Grid(
-        title="The device ran out, and cached segments were given back" + (f"; {more} more not shown" if more else ""),
-        columns=("asked for by", "asked for", "free between blocks", "given back", "took"),
-        rows=tuple(
-            (
-                retry.line,
-                format_bytes(retry.requested_bytes),
-                format_bytes(retry.stranded_bytes),
-                format_bytes(retry.returned_bytes),
-                "-" if retry.seconds is None else f"{retry.seconds * 1e3:.1f} ms",
-            )
-            for retry in analysis.retries
-        ),
-    )
-
-
 def holder_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
     """Shows bytes at the peak by the user's line, and by category where the snapshot says any."""
     total_bytes = analysis.peak.fragmentation.active_bytes
@@ -132,13 +112,12 @@ def settings_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
         return ()
     saved = f"saves {format_bytes(search.saved_bytes)}" if search.saved_bytes else "none is better"
     error = error_percent(search.replayed_bytes, search.recorded_bytes)
-    again = "L1 re-simulation" if search.is_exact else "simulated again"
     figures = Grid(
         title="Allocator settings",
         columns=("", "most held", ""),
         rows=(
             ("as recorded", format_bytes(search.recorded_bytes), ""),
-            (f"recorded settings, {again}", format_bytes(search.replayed_bytes), error),
+            ("recorded settings, simulated again", format_bytes(search.replayed_bytes), error),
             ("default settings, L2 what-if", format_bytes(search.default_bytes), ""),
             ("best settings, L2 what-if", format_bytes(search.best_bytes), saved),
             ("lower bound: most in use at once", format_bytes(search.lower_bound_bytes), ""),

@@ -36,7 +36,7 @@ def test_the_saving_and_the_complete_settings_are_shown(snapshot: Path, capsys: 
     start = shown.index("Allocator settings")
     assert shown[start + 3 : start + 12] == [
         f"as recorded {recorded}",
-        f"recorded settings, L1 re-simulation {recorded} 0.0%",
+        f"recorded settings, simulated again {recorded} 0.0%",
         f"default settings, L2 what-if {default}",
         f"best settings, L2 what-if {best} saves {saved}",
         f"lower bound: most in use at once {bound}",

@@ -152,57 +152,6 @@ def test_a_block_that_waited_for_a_stream_when_it_began_is_free_when_that_was_re
     del events[: next(i for i, event in enumerate(events) if event["action"] == "free_requested") + 1]
     search = found(searched(raw))
     assert search.replayed_bytes == search.recorded_bytes == 120 * MIB
-    assert search.is_exact
-
-
-# -- ties --------------------------------------------------------------------------------------------------------------
-
-# Five blocks of one segment; of the two that are free again the 5th became a block first, the 2nd lies lower (T2).
-TIES = [alloc(block, 4) for block in range(1, 6)] + [free(5), free(2), alloc(6, 4)]
-TIES += [free(block) for block in (1, 3, 4, 6)]
-
-
-def test_the_rule_for_ties_is_found_where_addresses_show_it(searched: Searched) -> None:
-    """GIVEN a history of torch 2.12 WHEN it is taken for one of 2.13 THEN its addresses tell, and 2.12 is simulated."""
-    raw, _ = simulated_snapshot(TIES, torch_version="2.12.0")
-    analysis = searched(raw)
-    search = found(analysis)
-    assert (search.tie_rules, search.is_exact, search.torch_version) == (("block",), True, "2.12.0")
-    assert (
-        "L1 re-simulation: of the rules for ties only 'block' (torch 2.12) puts all 6 blocks where they were recorded"
-    ) in analysis.notes
-
-
-def test_rules_that_give_the_same_addresses_are_not_distinguishable(searched: Searched) -> None:
-    raw, _ = simulated_snapshot(TIES)
-    analysis = searched(raw)
-    assert (found(analysis).tie_rules, found(analysis).torch_version) == (("address", "segment"), "2.13.0")
-    assert (
-        "L1 re-simulation: the rule for ties is not distinguishable in this recording; address and segment put all 6 "
-        "blocks where they were recorded"
-    ) in analysis.notes
-
-
-def test_where_no_rule_gives_the_addresses_nothing_is_called_exact(searched: Searched) -> None:
-    """GIVEN a block that lies behind others, though a hole between them fits THEN the replay is close, but no L1."""
-    requests = [alloc(block, 4) for block in (1, 2, 3)] + [free(2), alloc(4, 4), free(4), free(1), free(3)]
-    raw, _ = simulated_snapshot(requests)
-    events = raw["device_traces"][0]
-    hole = next(event["addr"] for event in events if event["action"] == "free_completed")
-    again = max(i for i, event in enumerate(events) if (event["action"], event["addr"]) == ("alloc", hole))
-    for event in events[again:]:
-        if event["addr"] == hole:
-            event["addr"] += 8 * MIB
-    analysis = searched(raw)
-    assert (found(analysis).tie_rules, found(analysis).is_exact) == ((), False)
-    assert any(note.startswith("L1 re-simulation not reached: no rule for ties") for note in analysis.notes)
-
-
-def test_expandable_segments_leave_the_rule_open(searched: Searched) -> None:
-    raw, _ = simulated_snapshot(varying_requests(), EXPANDABLE)
-    analysis = searched(raw)
-    assert found(analysis).tie_rules == ()
-    assert ("the rule for ties was not determined: where expandable segments begin is not recorded") in analysis.notes
 
 
 # -- no claim ----------------------------------------------------------------------------------------------------------

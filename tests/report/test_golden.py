@@ -45,8 +45,6 @@ def snapshot_of(folder: Path, num_mib: int) -> tuple[Snapshot, DeviceAnalysis]:
 def search() -> SettingsSearch:
     return SettingsSearch(
         torch_version="2.13.0",
-        tie_rules=(),
-        is_exact=False,
         recorded_settings="",
         recorded_bytes=3 * GIB,
         replayed_bytes=3 * GIB + MIB,

@@ -10,7 +10,7 @@ from cuda_history import MIB, History, frame
 from rich.console import Console
 
 from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device
-from memwall.report.snapshot_grids import failure_grid, holder_grids, moment_grid, pin_grid, retry_grid, snapshot_grids
+from memwall.report.snapshot_grids import failure_grid, holder_grids, moment_grid, pin_grid, snapshot_grids
 from memwall.report.text import snapshot_report
 from memwall.trace.snapshot.read import load_snapshot
 
@@ -118,22 +118,6 @@ def test_long_tables_end_with_what_they_leave_out(analyse: Analyse) -> None:
     failures = failure_grid(analysis)
     assert failures is not None
     assert failures.title == "Out of memory, the first 10 of 15"
-
-
-def test_retries_are_a_table_the_slowest_first(analyse: Analyse) -> None:
-    made = History()
-    for index in range(11):
-        made.segment(1000 * index * MIB, (40 + index) * MIB)
-        made.alloc(1000 * index * MIB, 40 * MIB, 40 * MIB, [frame("t.py", index, "f")])
-        made.free(1000 * index * MIB)
-        made.release(1000 * index * MIB)
-        made.events[-1]["time_us"] -= 1000 * index
-    made.oom(64 * MIB, 0)
-    grid = retry_grid(analyse(made))
-    assert grid.title == "The device ran out, and cached segments were given back; 1 more not shown"
-    assert len(grid.rows) == 10
-    assert grid.rows[0] == ("(no stack recorded)", "64.0 MiB", "0 B", "50.0 MiB", "10.0 ms")
-    assert grid.rows[1] == ("t.py:10 f", "40.0 MiB", "0 B", "49.0 MiB", "9.0 ms")
 
 
 def test_expandable_memory_has_a_row_of_its_own(analyse: Analyse) -> None:

@@ -12,10 +12,14 @@ from itertools import pairwise
 from msgspec import Struct
 
 from memwall.predict.cuda_allocator.held_blocks import Held, Range, UsedBlock
-from memwall.predict.cuda_allocator.torch_releases import TieRule
 from memwall.predict.curve import Share
-from memwall.predict.snapshot.device_history import BEFORE_RECORDING, DeviceHistory, held_after, recording_of
-from memwall.predict.snapshot.retries import Retry, retries_of, retry_note
+from memwall.predict.snapshot.device_history import (
+    BEFORE_RECORDING,
+    DeviceHistory,
+    held_after,
+    recording_of,
+    releases_of,
+)
 from memwall.predict.snapshot.timeline import Fragmentation, Timeline, timeline_of
 from memwall.predict.snapshot.user_line import line_of
 from memwall.trace.snapshot.records import Event, Snapshot
@@ -23,7 +27,7 @@ from memwall.trace.tags import Tag
 
 EARLIER = "(allocated before the recording)"
 _UNKNOWN = "unknown"
-_MOST_PINS = _MOST_RETRIES = 10
+_MOST_PINS = 10
 
 
 class Moment(Struct, frozen=True, kw_only=True):
@@ -68,10 +72,6 @@ class SettingsSearch(Struct, frozen=True, kw_only=True):
     """Stands for every figure but `recorded_bytes`."""
     torch_version: str
     """Whose allocator was simulated."""
-    tie_rules: tuple[TieRule, ...]
-    """Rules for ties under which every block lands where it was recorded; several are not distinguishable."""
-    is_exact: bool
-    """Whether the simulated one is among them: the replay of the recording is an L1 re-simulation."""
     recorded_settings: str
     """The complete configuration string, as for PYTORCH_CUDA_ALLOC_CONF."""
     recorded_bytes: int
@@ -113,8 +113,6 @@ class DeviceAnalysis(Struct, frozen=True, kw_only=True):
     out_of_memory: tuple[OutOfMemory, ...]
     num_retries: int
     """How often segments were given back directly before a new one was taken: the device had run out."""
-    retries: tuple[Retry, ...] = ()
-    """The slowest first, where torch noted times; at most ten."""
     earlier_bytes: int
     """Bytes in the peak of blocks that were there before the recording began."""
     settings: SettingsSearch | None = None
@@ -139,7 +137,7 @@ def analyse_device(snapshot: Snapshot, device: int) -> tuple[DeviceAnalysis, Tim
     held = held_after(recording, (peak, reserved_peak, end))
     pins = _pins(snapshot, held[reserved_peak])
     blocks = held[peak].blocks
-    retries = retries_of(snapshot, recording, timeline)
+    num_retries = sum(release.is_retry for release in releases_of(recording))
     analysis = DeviceAnalysis(
         device=device,
         num_events=len(recording.events),
@@ -151,10 +149,9 @@ def analyse_device(snapshot: Snapshot, device: int) -> tuple[DeviceAnalysis, Tim
         pins=tuple(pins[:_MOST_PINS]),
         num_pinned=len(pins),
         out_of_memory=_out_of_memory(recording, timeline),
-        num_retries=len(retries),
-        retries=tuple(sorted(retries, key=lambda retry: -(retry.seconds or 0))[:_MOST_RETRIES]),
+        num_retries=num_retries,
         earlier_bytes=sum(block.num_bytes for block in blocks if block.stack == BEFORE_RECORDING),
-        notes=_notes(snapshot, recording, timeline, retries),
+        notes=_notes(snapshot, recording, timeline, num_retries),
     )
     return analysis, timeline
 
@@ -222,17 +219,15 @@ def _out_of_memory(recording: DeviceHistory, timeline: Timeline) -> tuple[OutOfM
     )
 
 
-def _notes(
-    snapshot: Snapshot, recording: DeviceHistory, timeline: Timeline, retries: tuple[Retry, ...]
-) -> tuple[str, ...]:
+def _notes(snapshot: Snapshot, recording: DeviceHistory, timeline: Timeline, num_retries: int) -> tuple[str, ...]:
     notes = []
     if not recording.events:
         notes.append(
             "no history was recorded, so the state at the end stands for the peak; call "
             "torch.cuda.memory._record_memory_history() before the model is built"
         )
-    if retries:
-        notes.append(retry_note(retries))
+    if num_retries:
+        notes.append(f"the device ran out (retries: {num_retries}): cached segments were given back to get new ones")
     num_earlier = sum(block.stack == BEFORE_RECORDING for block in recording.start.blocks)
     if num_earlier:
         notes.append(

@@ -25,7 +25,6 @@ from memwall.predict.cuda_allocator.settings_search import search_settings
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.snapshot.analysis import DeviceAnalysis, SettingsSearch
 from memwall.predict.snapshot.device_history import DeviceHistory, recording_of, releases_of
-from memwall.predict.snapshot.ties import RELEASE_OF_RULE, exact_tie_rules
 from memwall.trace.snapshot.records import Snapshot
 from memwall.units import format_bytes
 
@@ -44,8 +43,7 @@ def with_settings(
     """Adds to the analysis of one device the settings that would have held least, or a note why none are named.
 
     Args:
-        torch_version: whose allocator is simulated; a snapshot does not say which one wrote it. Where the recorded
-            addresses show the rule for ties of another release, that one's is.
+        torch_version: whose allocator is simulated; a snapshot does not say which one wrote it.
         recording: of this device, where it was made before.
 
     Raises:
@@ -66,10 +64,6 @@ def with_settings(
         return _without(analysis, _MISSING)
     # Where the device ran out it had no more than was held then, and the replay must run out as well.
     capacity_bytes = recorded_bytes if analysis.num_retries else None
-    rules, tie_note = exact_tie_rules(recording, trace, recorded, profile, capacity_bytes=capacity_bytes)
-    if rules and profile.tie not in rules:
-        torch_version = RELEASE_OF_RULE[rules[0]]
-        profile, _ = profile_for(torch_version)
     try:
         replayed = replay(trace, recorded, profile, capacity_bytes=capacity_bytes)
     except UsageError:
@@ -86,8 +80,6 @@ def with_settings(
     )
     search = SettingsSearch(
         torch_version=torch_version,
-        tie_rules=rules,
-        is_exact=profile.tie in rules,
         recorded_settings=format_settings(recorded),
         recorded_bytes=recorded_bytes,
         replayed_bytes=replayed.reserved_peak_bytes,
@@ -97,7 +89,7 @@ def with_settings(
         lower_bound_bytes=choice.lower_bound_bytes,
         num_tried=choice.num_tried,
     )
-    notes = [tie_note, f"settings were compared on a simulation of the allocator of torch {torch_version}"]
+    notes = [f"settings were compared on a simulation of the allocator of torch {torch_version}"]
     if trace.held is not None:
         held_bytes = sum(held.num_bytes for held in trace.held.ranges)
         notes.append(
