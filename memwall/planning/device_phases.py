@@ -10,7 +10,7 @@ from memwall.planning.step_under_plan import step_under_plan
 from memwall.planning.technique import technique_of
 from memwall.predict.cuda_allocator.allocator_settings import parse_settings
 from memwall.predict.device import DeviceModel, as_first
-from memwall.predict.phases import PhasePeak, evaluation_bytes, phase_peaks, returned_bytes
+from memwall.predict.phases import PhasePeak, Phases, evaluation_bytes, returned_bytes
 from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
@@ -166,14 +166,8 @@ def _simulated(
     step = step_under_plan(trace, plan)
     setting = "".join(technique_of(action).required_cuda_setting(action) for action in plan.actions)
     settings = parse_settings(setting, process.profile)
-    return phase_peaks(
-        (as_first(step), step),
-        evaluation,
-        process.profile,
-        settings=settings,
-        capacity_bytes=capacity_bytes,
-        resumed=steady_step(trace) if _state_bytes(plan) else None,
-    )
+    phases = Phases((as_first(step), step), evaluation, resumed=steady_step(trace) if _state_bytes(plan) else None)
+    return phases.peaks(process.profile, settings=settings, capacity_bytes=capacity_bytes)
 
 
 def _with_phases(plan: Plan, trace: Trace, found: Mapping[str, PhasePeak], process: DeviceModel) -> Plan:

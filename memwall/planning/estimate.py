@@ -10,12 +10,11 @@ from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.one_recording.relaxations import Run, estimate_relaxations
 from memwall.predict.cuda.attention_calls import AttentionCalls, attention_calls
 from memwall.predict.cuda_allocator.advice import advise, setting_lines
-from memwall.predict.cuda_allocator.allocator_events import events_of_steps
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, parse_settings
 from memwall.predict.curve import Peak, peak_of, step_seconds
 from memwall.predict.device import MARGIN_BASIS, DeviceModel
 from memwall.predict.host import HostBytes, host_bytes_of
-from memwall.predict.phases import PhasePeak, phase_peaks, run_of, waiting_bytes
+from memwall.predict.phases import PhasePeak, Phases, waiting_bytes
 from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 from memwall.trace.workload_facts import workload_facts
@@ -85,17 +84,15 @@ def estimate(
     steady = steady_step(trace)
     evaluated = None if evaluation is None else evaluation.steps[0]
 
+    def phases_in(run: Run) -> Phases:
+        return Phases((run.trace.steps[0], steady_step(run.trace)), evaluated, num_batches=run.num_micro_batches)
+
     def simulated(run: Run, capacity_bytes: int | None = None) -> dict[str, PhasePeak] | None:
-        return phase_peaks(
-            (run.trace.steps[0], steady_step(run.trace)),
-            evaluated,
-            model.profile,
-            num_batches=run.num_micro_batches,
-            settings=run.settings,
-            capacity_bytes=capacity_bytes,
-        )
+        phases = untreated if run.trace is trace else phases_in(run)
+        return phases.peaks(model.profile, settings=run.settings, capacity_bytes=capacity_bytes)
 
     run = Run(trace=trace, num_micro_batches=num_micro_batches)
+    untreated = phases_in(run)
     peaks = simulated(run) or {}
     binding: tuple[str, ...] = ()
     if context_bytes + _reserved(peaks) > budget_bytes:
@@ -114,10 +111,7 @@ def estimate(
     peak_phase = max(peaks, key=lambda name: peaks[name].reserved_bytes)
     fits = process_bytes + margin <= budget_bytes
     host = host_bytes_of(steady)
-    phases_in_order = run_of((trace.steps[0], steady), evaluated, num_batches=num_micro_batches)
-    advice = advise(
-        events_of_steps(phases_in_order, num_repeats=2), model.profile.version, total_bytes=hardware.usable_bytes
-    )
+    advice = advise(untreated.run, model.profile.version, total_bytes=hardware.usable_bytes)
     better = (setting_lines(advice.settings), parse_settings(advice.settings, model.profile))
 
     attention = attention_calls(trace, steady, num_micro_batches=num_micro_batches)

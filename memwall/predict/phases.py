@@ -9,19 +9,19 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
+from memwall.predict.cuda_allocator.allocator_events import EventTrace, events_of_steps
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
 from memwall.predict.cuda_allocator.rounding import MIN_BLOCK_BYTES, round_up
-from memwall.predict.cuda_allocator.step_peaks import StepPeak, step_peaks
+from memwall.predict.cuda_allocator.step_peaks import NUM_STEADY, StepPeak, event_peaks, step_peaks
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 from memwall.predict.host import batch_storages, host_bytes_of
 from memwall.trace.records import Step, Storage
 
 __all__ = [
     "PhasePeak",
+    "Phases",
     "evaluation_bytes",
-    "phase_peaks",
     "returned_bytes",
-    "run_of",
     "waiting_bytes",
     "with_waiting_batches",
 ]
@@ -66,29 +66,8 @@ def returned_bytes(evaluation: Step) -> int:
     return sum(evaluation.storages[index].nbytes for index in outputs)
 
 
-def run_of(steps: tuple[Step, Step], evaluation: Step | None, *, num_batches: int = 1) -> tuple[Step, ...]:
-    """Returns the steps of a run in order: a first and a steady one; if it evaluates, that and the steady one after it.
-
-    Args:
-        steps: a first and a steady one, translated.
-        evaluation: translated; None for a run without.
-        num_batches: micro-batches of a step, see `with_waiting_batches`.
-    """
-    first, steady = (with_waiting_batches(step, num_batches) for step in steps)
-    return (first, steady) if evaluation is None else (first, steady, _between_steps(evaluation, steady), steady)
-
-
-def phase_peaks(
-    steps: tuple[Step, Step],
-    evaluation: Step | None,
-    profile: VersionProfile,
-    *,
-    num_batches: int = 1,
-    settings: AllocatorSettings | None = None,
-    capacity_bytes: int | None = None,
-    resumed: Step | None = None,
-) -> dict[str, PhasePeak] | None:
-    """Returns the peaks of each phase of a run, in the order in which they come.
+class Phases:
+    """Holds the phases of a run as requests to the allocator, made once for all settings that they are simulated under.
 
     - build: the model alone.
     - first_step, steady_step: training, without anything in between.
@@ -103,50 +82,73 @@ def phase_peaks(
         steps: a first and a steady one, translated.
         evaluation: translated; None leaves the phase out.
         num_batches: micro-batches of a step, see `with_waiting_batches`.
-        profile: release whose allocator is simulated.
-        settings: of the allocator; None for torch's defaults.
-        capacity_bytes: what the device can give to the allocator; None: without end.
         resumed: a steady step with all that stands after a state dict was loaded; None for the steady one given.
-
-    Returns:
-        None if a request is out of memory even after the cache has been given back.
     """
 
-    def simulated(*sequence: Step) -> tuple[StepPeak, ...] | None:
-        return step_peaks(sequence, profile, settings=settings, capacity_bytes=capacity_bytes)
+    def __init__(
+        self, steps: tuple[Step, Step], evaluation: Step | None, *, num_batches: int = 1, resumed: Step | None = None
+    ) -> None:
+        first, steady = (with_waiting_batches(step, num_batches) for step in steps)
+        loaded = steady if resumed is None else resumed
+        self._host, self._loaded_host = host_bytes_of(steps[1]), host_bytes_of(loaded)
+        self._evaluation_host = None if evaluation is None else host_bytes_of(evaluation)
+        self._saved_bytes = sum(round_up(storage.nbytes, MIN_BLOCK_BYTES) for storage in _outliving(steady))
+        self._built = _events(_standing_alone(steady, "parameter", "buffer"))
+        self._resuming = _events(_standing_alone(loaded, "parameter", "buffer", "optimizer_state"))
+        self._trained = _events(first, steady)
+        self.run = self._trained
+        """Holds the steps of the run in order: a first and a steady one; evaluated, that and a steady one after it."""
+        if evaluation is not None:
+            self.run = _events(first, steady, _between_steps(evaluation, steady), steady)
 
-    host = host_bytes_of(steps[1])
-    training, run = (run_of(steps, around, num_batches=num_batches) for around in (None, evaluation))
-    steady = training[1]
-    built = simulated(_standing_alone(steady, "parameter", "buffer"))
-    trained = simulated(*training)
-    loaded = resumed if resumed is not None else steady
-    resuming = simulated(_standing_alone(loaded, "parameter", "buffer", "optimizer_state"))
-    if built is None or trained is None or resuming is None:
-        return None
-    found = {
-        "build": _peak(built, host.build_peak_bytes),
-        "first_step": _peak(trained[:1], host.step_peak_bytes),
-        "steady_step": _peak(trained[1:], host.step_peak_bytes),
-    }
-    if evaluation is not None:
-        later = simulated(*run)
-        if later is None:
+    def peaks(
+        self, profile: VersionProfile, *, settings: AllocatorSettings | None = None, capacity_bytes: int | None = None
+    ) -> dict[str, PhasePeak] | None:
+        """Returns the peaks of each phase, in the order in which they come.
+
+        Args:
+            profile: release whose allocator is simulated.
+            settings: of the allocator; None for torch's defaults.
+            capacity_bytes: what the device can give to the allocator; None: without end.
+
+        Returns:
+            None if a request is out of memory even after the cache has been given back.
+        """
+
+        def simulated(events: EventTrace) -> tuple[StepPeak, ...] | None:
+            return event_peaks(events, profile, settings=settings, capacity_bytes=capacity_bytes)
+
+        host = self._host
+        built, trained, resuming = simulated(self._built), simulated(self._trained), simulated(self._resuming)
+        if built is None or trained is None or resuming is None:
             return None
-        trained = later
-        found["eval"] = PhasePeak(
-            allocated_bytes=trained[2].allocated_bytes,
-            reserved_bytes=max(peak.reserved_bytes for peak in trained[2:]),
-            host_bytes=max(host.step_peak_bytes, host_bytes_of(evaluation).step_peak_bytes),
+        found = {
+            "build": _peak(built, host.build_peak_bytes),
+            "first_step": _peak(trained[:1], host.step_peak_bytes),
+            "steady_step": _peak(trained[1:], host.step_peak_bytes),
+        }
+        if self._evaluation_host is not None:
+            later = simulated(self.run)
+            if later is None:
+                return None
+            trained = later
+            found["eval"] = PhasePeak(
+                allocated_bytes=trained[2].allocated_bytes,
+                reserved_bytes=max(peak.reserved_bytes for peak in trained[2:]),
+                host_bytes=max(host.step_peak_bytes, self._evaluation_host.step_peak_bytes),
+            )
+        found["save"] = PhasePeak(
+            allocated_bytes=self._saved_bytes,
+            reserved_bytes=trained[-1].reserved_bytes,
+            host_bytes=host.save_peak_bytes,
+            disk_bytes=host.weights_bytes + host.state_bytes,
         )
-    found["save"] = PhasePeak(
-        allocated_bytes=sum(round_up(storage.nbytes, MIN_BLOCK_BYTES) for storage in _outliving(steady)),
-        reserved_bytes=trained[-1].reserved_bytes,
-        host_bytes=host.save_peak_bytes,
-        disk_bytes=host.weights_bytes + host.state_bytes,
-    )
-    found["resume"] = _peak(resuming, host_bytes_of(loaded).resume_peak_bytes)
-    return found
+        found["resume"] = _peak(resuming, self._loaded_host.resume_peak_bytes)
+        return found
+
+
+def _events(*steps: Step) -> EventTrace:
+    return events_of_steps(steps, num_repeats=NUM_STEADY)
 
 
 def evaluation_bytes(evaluation: Step, steady: Step, profile: VersionProfile) -> int:

@@ -345,8 +345,9 @@ class StepRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # A fake tensor may be asked where it is.
-        if self._paused or self._saved_hooks is None or func is torch.ops.prim.device.default:
+        if func is torch.ops.prim.device.default:  # asked of fake tensors, more often than all else: they know it
+            return args[0].device
+        if self._paused or self._saved_hooks is None:
             return func(*args, **kwargs)
         log = self.log
         for gathered in self._gathered.tensors:

@@ -12,8 +12,8 @@ from memwall.predict.cuda_allocator.step_peaks import step_peaks
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 from memwall.predict.phases import (
     PhasePeak,
+    Phases,
     evaluation_bytes,
-    phase_peaks,
     returned_bytes,
     waiting_bytes,
     with_waiting_batches,
@@ -67,7 +67,7 @@ def steps(run_of: Callable[..., Steps]) -> Steps:
 
 
 def peaks_of(steps: Steps, profile: VersionProfile, num_batches: int = 1) -> dict[str, PhasePeak]:
-    found = phase_peaks(steps[:2], steps[2], profile, num_batches=num_batches)
+    found = Phases(steps[:2], steps[2], num_batches=num_batches).peaks(profile)
     assert found is not None
     return found
 
@@ -95,7 +95,7 @@ def test_reserved_is_never_less_than_live_and_stays_until_the_end(steps: Steps, 
 
 def test_training_is_forecast_as_without_the_other_phases(steps: Steps, profile: VersionProfile) -> None:
     alone = step_peaks(steps[:2], profile) or ()
-    for found in (peaks_of(steps, profile), phase_peaks(steps[:2], None, profile) or {}):
+    for found in (peaks_of(steps, profile), Phases(steps[:2], None).peaks(profile) or {}):
         assert found["first_step"].reserved_bytes == alone[0].reserved_bytes
         assert found["steady_step"].reserved_bytes == max(peak.reserved_bytes for peak in alone[1:])
     assert "eval" not in found
@@ -160,5 +160,5 @@ def test_a_device_that_is_too_small_runs_out_of_memory(run_of: Callable[..., Ste
     larger = run_of(16 * ROWS)
     found = peaks_of(larger, profile)
     for capacity in (found["build"].allocated_bytes // 2, found["steady_step"].reserved_bytes + MIB):
-        assert phase_peaks(larger[:2], larger[2], profile, capacity_bytes=capacity) is None
-    assert phase_peaks(larger[:2], None, profile, capacity_bytes=found["steady_step"].reserved_bytes) is not None
+        assert Phases(larger[:2], larger[2]).peaks(profile, capacity_bytes=capacity) is None
+    assert Phases(larger[:2], None).peaks(profile, capacity_bytes=found["steady_step"].reserved_bytes) is not None

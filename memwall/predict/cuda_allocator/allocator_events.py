@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 ALLOC, FREE, FREE_LATER, COMPLETE, EMPTY_CACHE = range(5)
+_EVAL_STARTS = -1
 
 Event = tuple[int, int, int, int]
 """Action, block, bytes, stream. A block's number is used once. FREE_LATER: the program frees a block that another
@@ -107,6 +108,8 @@ class _Builder:
         self.steps: list[int] = []
         self.boundaries: list[tuple[str, int]] = []
         self._num_blocks = 0
+        self._scripts: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
+        """What `_script` returns, by the step's identity."""
         self._standing: dict[tuple[int, int], tuple[int, int]] = {}
         """Block and bytes, by step and storage."""
         self._is_cache_full = False
@@ -118,31 +121,25 @@ class _Builder:
         self._is_cache_full = True
 
     def add_step(self, step: Step, number: int) -> None:
-        num_ops = len(step.ops)
-        births: defaultdict[int, list[int]] = defaultdict(list)
-        deaths: defaultdict[int, list[int]] = defaultdict(list)
-        wanted: list[int] = []
-        for index, storage in enumerate(step.storages):
-            is_on_device = storage.device.partition(":")[0] == "cuda"
-            if storage.nbytes <= 0 or storage.death <= storage.birth or not is_on_device:
-                continue
-            deaths[min(storage.death, num_ops)].append(index)
-            if storage.birth < 0:
-                wanted.append(index)
-            else:
-                births[storage.birth].append(index)
+        if id(step) not in self._scripts:
+            self._scripts[id(step)] = _script(step)
+        wanted, script = self._scripts[id(step)]
         live = self._link(step, number, wanted)
         self.steps.append(len(self.events))
-        eval_starts = {operation for name, operation in step.marks if name == "eval"}
-        for operation in range(num_ops):
-            for index in deaths[operation]:
-                self.events.append((FREE, live.pop(index), 0, 0))
-            if operation in eval_starts:
-                self.boundaries.append(("before eval", len(self.events)))
-            for index in births[operation]:
-                live[index] = self._allocate(step.storages[index].nbytes)
-        if eval_starts:
-            self.boundaries.append(("after eval", len(self.events)))
+        events, block = self.events, self._num_blocks
+        is_evaluated = False
+        for code, nbytes in script:
+            if code == _EVAL_STARTS:
+                self.boundaries.append(("before eval", len(events)))
+                is_evaluated = True
+            elif nbytes:
+                live[code] = block = block + 1
+                events.append((ALLOC, block, nbytes, 0))
+            else:
+                events.append((FREE, live.pop(code), 0, 0))
+        self._num_blocks = block
+        if is_evaluated:
+            self.boundaries.append(("after eval", len(events)))
         self._standing = {(number, index): (block, step.storages[index].nbytes) for index, block in live.items()}
 
     def _link(self, step: Step, number: int, wanted: Sequence[int]) -> dict[int, int]:
@@ -174,3 +171,28 @@ class _Builder:
         self._num_blocks += 1
         self.events.append((ALLOC, self._num_blocks, nbytes, 0))
         return self._num_blocks
+
+
+def _script(step: Step) -> tuple[list[int], list[tuple[int, int]]]:
+    """Returns the storages that a step begins with, and what it does in order.
+
+    That is a storage and its bytes where one is allocated, 0 bytes where it is freed, `_EVAL_STARTS` where that is so.
+    """
+    num_ops = len(step.ops)
+    births: list[list[tuple[int, int]]] = [[] for _ in range(num_ops)]
+    deaths: list[list[tuple[int, int]]] = [[] for _ in range(num_ops)]
+    wanted: list[int] = []
+    for index, storage in enumerate(step.storages):
+        is_on_device = storage.device.partition(":")[0] == "cuda"
+        if storage.nbytes <= 0 or storage.death <= storage.birth or not is_on_device:
+            continue
+        if storage.death < num_ops:
+            deaths[storage.death].append((index, 0))
+        if storage.birth < 0:
+            wanted.append(index)
+        elif storage.birth < num_ops:
+            births[storage.birth].append((index, storage.nbytes))
+    for name, operation in step.marks:
+        if name == "eval" and operation < num_ops and (_EVAL_STARTS, 0) not in deaths[operation]:
+            deaths[operation].append((_EVAL_STARTS, 0))
+    return wanted, [action for actions in zip(deaths, births, strict=True) for found in actions for action in found]

@@ -18,6 +18,7 @@ __all__ = [
     "NUM_STEADY",
     "StepPeak",
     "allocated_peak_bytes",
+    "event_peaks",
     "least_reserved_bytes",
     "reserved_peak_bytes",
     "step_peaks",
@@ -58,6 +59,17 @@ def step_peaks(
         None if a request is out of memory even after the cache has been given back.
     """
     trace = events_of_steps(steps, num_repeats=NUM_STEADY, standing=standing)
+    return event_peaks(trace, profile, settings=settings, capacity_bytes=capacity_bytes)
+
+
+def event_peaks(
+    trace: EventTrace,
+    profile: VersionProfile,
+    *,
+    settings: AllocatorSettings | None = None,
+    capacity_bytes: int | None = None,
+) -> tuple[StepPeak, ...] | None:
+    """Returns the same of steps that are events already."""
     allocator = CudaAllocator(settings or AllocatorSettings(), profile, capacity_bytes=capacity_bytes)
     playback = Playback(allocator, trace.held)
     peaks = []
