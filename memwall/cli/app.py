@@ -7,7 +7,7 @@ from typing import Annotated, cast
 import typer
 
 import memwall
-from memwall.cli import checkpoint, demo, doctor, estimate, explain, export, profile, report, run, top, verify
+from memwall.cli import checkpoint, demo, diff, doctor, estimate, explain, export, profile, report, run, top, verify
 from memwall.cli import plan as plan_command
 from memwall.cli.options import PASS_ARGUMENTS
 from memwall.cli.output import plain
@@ -38,6 +38,7 @@ app.command("run", context_settings=PASS_ARGUMENTS)(with_verbosity(run.run))
 app.command("top")(with_verbosity(top.top))
 app.command("verify")(with_verbosity(verify.verify))
 app.command("explain")(with_verbosity(explain.explain))
+app.command("diff")(with_verbosity(diff.diff))
 app.command("report")(with_verbosity(report.report))
 app.command("export")(with_verbosity(export.export))
 app.command("checkpoint")(with_verbosity(checkpoint.checkpoint))

@@ -1,7 +1,8 @@
-"""Runs `memwall report`: writes a trace, snapshot, plan or run as one page for a browser."""
+"""Runs `memwall report`: writes a trace, snapshot, plan or run for a browser, Perfetto, memory_viz or a script."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from msgspec import Struct
@@ -12,74 +13,164 @@ from memwall.errors import UsageError
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:
-    from memwall.cli.source import Source
+    from memwall.report.difference import Source
     from memwall.report.html import Page
+    from memwall.trace.records import Trace
+    from memwall.trace.snapshot.records import Snapshot
+
+Format = Literal["html", "perfetto", "memory_viz", "json"]
 
 _EXPECTED = (
     "a trace written by memwall profile, a plan written by memwall plan, a report written by memwall run --report, or "
     "a snapshot written by torch.cuda.memory._dump_snapshot()"
+)
+_FORMATS: dict[str, tuple[Format, ...]] = {
+    "trace": ("html", "perfetto", "memory_viz", "json"),
+    "snapshot": ("html", "perfetto", "memory_viz", "json"),
+    "plan": ("html", "json"),
+    "run": ("html", "json"),
+}
+_SUFFIXES: tuple[tuple[str, Format], ...] = (
+    (".perfetto.json", "perfetto"),
+    (".json", "json"),
+    (".html", "html"),
+    (".htm", "html"),
+    (".pickle", "memory_viz"),
+    (".pkl", "memory_viz"),
 )
 
 
 class Written(Struct, frozen=True, kw_only=True):
     """Says what was written, for scripts."""
 
-    schema: str = "memwall.written/2"
+    schema: str = "memwall.written/1"
     source: str
-    source_kind: "Source"
+    source_kind: Literal["trace", "snapshot", "plan", "run"]
+    format: Format
     file: str
     num_bytes: int
 
 
 def report(
     source: Annotated[
-        Path, typer.Argument(metavar="TRACE|plan.json|run.json|SNAPSHOT", help="What the page is made of.")
+        Path, typer.Argument(metavar="TRACE|plan.json|run.json|SNAPSHOT", help="What the report is made of.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the page is written.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the report is written.")],
+    format_name: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="html|perfetto|memory_viz|json",
+            help="By default what FILE's name says: .html, .perfetto.json, .pickle, .json.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a page for a browser."""
+    """Write a report for a browser, for ui.perfetto.dev, for pytorch.org/memory_viz, or for scripts."""
     require_file(source, expected=_EXPECTED)
     require_writable(output, option="--output")
     if output.exists() and output.samefile(source):
         raise UsageError(f"--output: {output} is the file that is read; choose another name")
+    chosen = _format(format_name, output)
+    kind, writers = _writers(source)
+    if chosen not in _FORMATS[kind]:
+        raise UsageError(
+            f"--format {chosen}: a {kind} cannot be shown so; {source} can be written as {', '.join(_FORMATS[kind])}"
+        )
+    writers[chosen](output)
+    written = Written(
+        source=str(source), source_kind=kind, format=chosen, file=str(output), num_bytes=output.stat().st_size
+    )
     from rich.text import Text
 
     from memwall.cli.output import show
+
+    show(Text(f"wrote {output} ({chosen}, {format_bytes(written.num_bytes)})"), written, as_json=as_json)
+
+
+def _format(name: str | None, output: Path) -> Format:
+    if name is not None:
+        for known in _FORMATS["trace"]:
+            if name == known:
+                return known
+        raise UsageError(f"--format: '{name}' is not known; expected {', '.join(_FORMATS['trace'])}")
+    for suffix, meant in _SUFFIXES:
+        if output.name.lower().endswith(suffix):
+            return meant
+    return "html"
+
+
+_Writers = dict[Format, Callable[[Path], None]]
+
+
+def _writers(source: Path) -> tuple["Source", _Writers]:
+    """Returns what a file is, and how each format of it is written."""
     from memwall.cli.source import source_kind
-    from memwall.report.html import save_page
 
     kind = source_kind(source, expected=_EXPECTED)
-    pages = {"trace": _trace_page, "snapshot": _snapshot_page, "plan": _plan_page, "run": _run_page}
-    save_page(pages[kind](source), output)
-    written = Written(source=str(source), source_kind=kind, file=str(output), num_bytes=output.stat().st_size)
-    show(Text(f"wrote {output} ({format_bytes(written.num_bytes)})"), written, as_json=as_json)
+    makers = {"trace": _trace_writers, "snapshot": _snapshot_writers, "plan": _plan_writers, "run": _run_writers}
+    return kind, makers[kind](source)
 
 
-def _plan_page(source: Path) -> "Page":
+def _trace_writers(source: Path) -> _Writers:
+    from memwall.cli.output import trace_summary
+    from memwall.report.html import save_page
+    from memwall.report.memory_viz import save_memory_viz
+    from memwall.report.perfetto import save_perfetto
+    from memwall.trace.file import load_trace
+
+    trace = load_trace(source)
+    return {
+        "html": lambda path: save_page(_trace_page(trace, source), path),
+        "perfetto": lambda path: save_perfetto(trace, path),
+        "memory_viz": lambda path: save_memory_viz(trace, path),
+        "json": lambda path: _save_json(trace_summary(trace), path),
+    }
+
+
+def _snapshot_writers(source: Path) -> _Writers:
+    from memwall.cli.source import snapshot_summary
+    from memwall.report.html import save_page
+    from memwall.report.memory_viz import save_memory_viz
+    from memwall.report.perfetto import save_perfetto
+    from memwall.trace.snapshot.read import load_snapshot
+
+    snapshot = load_snapshot(source)
+    return {
+        "html": lambda path: save_page(_snapshot_page(snapshot, source), path),
+        "perfetto": lambda path: save_perfetto(snapshot, path),
+        "memory_viz": lambda path: save_memory_viz(snapshot, path),
+        "json": lambda path: _save_json(snapshot_summary(snapshot), path),
+    }
+
+
+def _plan_writers(source: Path) -> _Writers:
     from memwall.planning.planfile import Plan
-    from memwall.report.html import Page
+    from memwall.report.html import Page, save_page
 
-    return Page(title=f"memwall plan: {source.name}", plan=Plan.load(source))
+    plan = Plan.load(source)
+    page = Page(title=f"memwall plan: {source.name}", plan=plan)
+    return {"html": lambda path: save_page(page, path), "json": lambda path: _save_json(plan.forecast, path)}
 
 
-def _run_page(source: Path) -> "Page":
+def _run_writers(source: Path) -> _Writers:
     from memwall.observe.run_report import RunReport
+    from memwall.report.html import save_page
 
-    return run_page(RunReport.load(source), source)
+    run = RunReport.load(source)
+    page = run_page(run, source)
+    return {"html": lambda path: save_page(page, path), "json": run.save}
 
 
-def _trace_page(source: Path) -> "Page":
+def _trace_page(trace: "Trace", source: Path) -> "Page":
     import msgspec
 
     from memwall.report.curves import curve_of
     from memwall.report.html import Page
     from memwall.report.text import trace_scope, trace_verdict
     from memwall.report.trace_grids import highest_point, phase_grid, process_note, shown_steps
-    from memwall.trace.file import load_trace
     from memwall.trace.tags import trace_tag
 
-    trace = load_trace(source)
     steps, highest = shown_steps(trace), highest_point(trace)
     if highest is None:
         raise UsageError(f"{source} holds no operation, so there is nothing to draw; record a whole training step")
@@ -94,9 +185,15 @@ def _trace_page(source: Path) -> "Page":
     )
 
 
-def _snapshot_page(source: Path) -> "Page":
+def _snapshot_page(snapshot: "Snapshot", source: Path) -> "Page":
     from memwall.cli.source import analysed_devices
     from memwall.report.snapshot_page import snapshot_page
-    from memwall.trace.snapshot.read import load_snapshot
 
-    return snapshot_page(analysed_devices(load_snapshot(source)), f"memwall snapshot: {source.name}")
+    return snapshot_page(analysed_devices(snapshot), f"memwall snapshot: {source.name}")
+
+
+def _save_json(record: Struct, path: Path) -> None:
+    from memwall.versioned_files import json_bytes, whole_file
+
+    with whole_file(path) as file:
+        file.write(json_bytes(record))

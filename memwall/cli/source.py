@@ -1,4 +1,4 @@
-"""Tells by the first bytes of a file what `explain` or `report` was given; puts snapshots into figures."""
+"""Tells by the first bytes of a file what `explain`, `report` or `diff` was given; puts snapshots into figures."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -11,12 +11,11 @@ from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device, devices_of
 from memwall.predict.snapshot.compared_settings import with_settings
 from memwall.predict.snapshot.timeline import Timeline
+from memwall.report.difference import Source
 from memwall.trace.tags import Tag
 
 if TYPE_CHECKING:
     from memwall.trace.snapshot.records import Snapshot
-
-Source = Literal["trace", "plan", "run", "snapshot"]
 
 _HEAD_BYTES = 64
 

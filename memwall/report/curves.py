@@ -146,10 +146,20 @@ def category_curves(trace: Trace, step: Step) -> dict[str, NDArray[np.int64]]:
     return {category: curve for category, curve in curves.items() if curve.any()}
 
 
-def _op_clock(step: Step) -> NDArray[np.float64] | None:
-    """Returns when each operation begins, and when the step ends, in seconds: [num_ops + 1]; None without times."""
+def _op_clock(step: Step, *, unit: float = 1.0) -> NDArray[np.float64] | None:
+    """Returns when each operation begins, and when the step ends: [num_ops + 1]; None without times.
+
+    Args:
+        unit: what a second is to be.
+    """
     seconds = np.array([op.seconds for op in step.ops])
-    return np.concatenate(([0.0], np.cumsum(seconds))) if seconds.any() else None
+    return np.concatenate(([0.0], np.cumsum(seconds * unit))) if seconds.any() else None
+
+
+def clock_us(step: Step) -> NDArray[np.float64]:
+    """Returns the clock of a step in microseconds, each of which stands for one operation where no times are known."""
+    found = _op_clock(step, unit=1e6)
+    return np.arange(len(step.ops) + 1, dtype=np.float64) if found is None else found
 
 
 def phase_bands(step: Step, clock: NDArray[np.float64]) -> Iterator[PhaseBand]:

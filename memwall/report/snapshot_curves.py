@@ -11,11 +11,12 @@ STRANDED = "stranded"
 IDLE = "idle segments"
 
 
-def snapshot_curve(timeline: Timeline, name: str) -> Curve | None:
+def snapshot_curve(timeline: Timeline, name: str, *, is_used_only: bool = False) -> Curve | None:
     """Returns one device's history over the events of its allocator; None where none was recorded.
 
     Args:
         timeline: with the categories of its recording's blocks, where the snapshot says any.
+        is_used_only: leave out what lay free.
     """
     num_events = len(timeline.recording.events)
     if not num_events:
@@ -27,11 +28,15 @@ def snapshot_curve(timeline: Timeline, name: str) -> Curve | None:
         Layer(category=category, live_bytes=_numbers(values))
         for category, values in sorted(category_bytes(timeline, kept).items(), key=lambda item: _rank(item[0]))
     ]
-    stranded = timeline.split_free_bytes + timeline.expandable_free_bytes
-    free = {STRANDED: stranded[kept], IDLE: timeline.idle_bytes[kept]}
-    layers += [Layer(category=part, live_bytes=_numbers(values)) for part, values in free.items() if values.any()]
-    peak = timeline.reserved_peak
-    summary = f"most held {format_bytes(int(reserved[peak]))}, after event {peak} of {num_events}"
+    total = active
+    if not is_used_only:
+        total = reserved
+        stranded = timeline.split_free_bytes + timeline.expandable_free_bytes
+        free = {STRANDED: stranded[kept], IDLE: timeline.idle_bytes[kept]}
+        layers += [Layer(category=part, live_bytes=_numbers(values)) for part, values in free.items() if values.any()]
+    peak = timeline.active_peak if is_used_only else timeline.reserved_peak
+    word = "in use" if is_used_only else "held"
+    summary = f"most {word} {format_bytes(int(total[peak]))}, after event {peak} of {num_events}"
     return Curve(
         name=name,
         tag="external",
@@ -39,7 +44,7 @@ def snapshot_curve(timeline: Timeline, name: str) -> Curve | None:
         summary=summary,
         positions=tuple(float(position) for position in kept),
         layers=tuple(layers),
-        total_bytes=_numbers(reserved[kept]),
+        total_bytes=_numbers(total[kept]),
         bands=(),
         peak_position=float(peak),
     )

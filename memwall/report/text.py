@@ -13,6 +13,8 @@ from memwall.observe.run_report import RankSpread, RunReport
 from memwall.planning.forecast import Forecast
 from memwall.planning.planfile import Plan
 from memwall.predict.snapshot.analysis import DeviceAnalysis
+from memwall.report.difference import Difference
+from memwall.report.difference_grids import difference_grids, difference_scope, difference_verdict
 from memwall.report.estimate_grids import estimate_facts, workload_row
 from memwall.report.grid import Grid
 from memwall.report.plan_grids import Fit, action_grid, fit_of, forecast_phase_grid, lever_grid, plan_facts
@@ -102,6 +104,15 @@ def snapshot_report(analyses: Sequence[DeviceAnalysis]) -> Group:
     if not parts:
         parts.append(Text("· the snapshot holds no memory and no history; was CUDA used before it was taken?"))
     return _report(*parts, Text(SNAPSHOT_SCOPE, style="dim"))
+
+
+def difference_report(difference: Difference) -> Group:
+    """Says what changed from one file to another of its kind: `memwall diff`."""
+    return _report(
+        shown_verdict(difference_verdict(difference)),
+        *(_table(grid) for grid in difference_grids(difference)),
+        Text(difference_scope(difference), style="dim"),
+    )
 
 
 def tables_of(grids: Iterable[Grid], workload: "WorkloadFacts | None") -> Group:

@@ -103,6 +103,7 @@ def test_every_figure_has_a_unit_and_says_how_it_was_obtained(folder: Path, caps
         ("explain", f"{folder}/t.trace"),
         ("explain", f"{folder}/plan.json"),
         ("verify", f"{folder}/plan.json", f"{folder}/run.json"),
+        ("diff", f"{folder}/plan.json", f"{folder}/plan.json"),
         ("doctor", "--disk", str(folder)),
     ):
         main([*command, "--json"])

@@ -88,24 +88,61 @@ def test_the_script_s_own_lines_are_in_the_peak(made: Path, capsys: pytest.Captu
     assert f"train_plain.py:{number} forward</td>" in page
 
 
-@needs_extra
-def test_what_was_written_is_said(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = len(written(made, "s8.pickle", "x.html", "--json"))
+@pytest.mark.parametrize("source", ["t.trace", "s8.pickle"])
+def test_perfetto(source: str, made: Path) -> None:
+    found = json.loads(written(made, source, "out.json", "--format", "perfetto"))
+    assert {event["ph"] for event in found["traceEvents"]} >= {"M", "C"}
+
+
+@pytest.mark.parametrize("source", ["t.trace", "s8.pickle"])
+def test_memory_viz(source: str, made: Path) -> None:
+    found = pickle.loads(written(made, source, "out.bin", "--format", "memory_viz"))
+    assert len(found["segments"]) == 1
+    assert found["device_traces"][0]
+
+
+@pytest.mark.parametrize(
+    ("source", "schema"),
+    [
+        ("t.trace", "memwall.trace-summary/1"),
+        ("plan.json", "memwall.forecast/1"),
+        ("run.json", "memwall.run/1"),
+        ("s8.pickle", "memwall.snapshot-summary/2"),
+    ],
+)
+def test_json(source: str, schema: str, made: Path) -> None:
+    assert json.loads(written(made, source, "out.json"))["schema"] == schema
+
+
+def test_a_run_as_json_is_the_run_report(made: Path) -> None:
+    assert written(made, "run.json", "out.json") == (made / "run.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("x.perfetto.json", "perfetto"), ("x.json", "json"), ("x.PICKLE", "memory_viz")]
+)
+def test_the_name_of_the_file_says_the_format(
+    name: str, kind: str, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = len(written(made, "t.trace", name, "--json"))
     assert json.loads(capsys.readouterr().out) == {
-        "schema": "memwall.written/2",
-        "source": f"{made}/s8.pickle",
-        "source_kind": "snapshot",
-        "file": "x.html",
+        "schema": "memwall.written/1",
+        "source": f"{made}/t.trace",
+        "source_kind": "trace",
+        "format": kind,
+        "file": name,
         "num_bytes": size,
     }
-    assert main(["report", f"{made}/s8.pickle", "-o", "x.html"]) == 0
-    assert capsys.readouterr().out == f"wrote x.html ({size / 2**20:.1f} MiB)\n"
 
 
-@needs_extra
+def test_what_was_written_is_said(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(made, "s8.pickle", "x.json")
+    assert capsys.readouterr().out == f"wrote x.json (json, {Path('x.json').stat().st_size / 1024:.1f} KiB)\n"
+
+
 def test_a_file_that_is_there_is_replaced(made: Path, folder: Path) -> None:
-    (folder / "x.html").write_text("old")
-    assert written(made, "s8.pickle", "x.html").endswith(b"</html>")
+    (folder / "x.json").write_text("old")
+    assert json.loads(written(made, "s8.pickle", "x.json"))
 
 
 # -- explain -----------------------------------------------------------------------------------------------------------
@@ -127,7 +164,7 @@ def test_a_snapshot_is_explained_to_scripts(made: Path, capsys: pytest.CaptureFi
     assert device["peak"]["fragmentation"]["split_free_bytes"] == 12 * MIB
 
 
-@pytest.mark.parametrize("command", [["explain", "x.pickle"], ["report", "x.pickle", "-o", "y.html"]])
+@pytest.mark.parametrize("command", [["explain", "x.pickle"], ["report", "x.pickle", "-o", "y.json"]])
 def test_a_hostile_snapshot_does_nothing(command: list[str], refused: Refused, folder: Path) -> None:
     (folder / "x.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [Exploit("touch canary")]}))
     assert refused(*command).startswith("x.pickle is no memory snapshot: the pickle instruction STACK_GLOBAL at byte ")
@@ -155,6 +192,28 @@ def test_the_source_itself_is_not_overwritten(refused: Refused, made: Path) -> N
     assert (made / "plan.json").read_bytes() == before
 
 
+def test_a_format_that_is_unknown(refused: Refused, made: Path) -> None:
+    assert refused("report", made / "t.trace", "-o", "x", "--format", "pdf") == (
+        "--format: 'pdf' is not known; expected html, perfetto, memory_viz, json"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "chosen", "possible"),
+    [
+        ("plan.json", "plan", "perfetto", "html, json"),
+        ("run.json", "run", "memory_viz", "html, json"),
+    ],
+)
+def test_a_format_that_a_source_cannot_have(
+    source: str, kind: str, chosen: str, possible: str, refused: Refused, made: Path, folder: Path
+) -> None:
+    assert refused("report", made / source, "-o", "x", "--format", chosen) == (
+        f"--format {chosen}: a {kind} cannot be shown so; {made}/{source} can be written as {possible}"
+    )
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -175,9 +234,8 @@ def test_a_file_that_is_no_source(content: bytes, message: str, refused: Refused
     assert [path.name for path in folder.iterdir()] == ["x"]
 
 
-@needs_extra
 def test_a_disk_that_is_full(refused: Refused, made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_disk(monkeypatch)
-    message = refused("report", made / "s8.pickle", "-o", "x.html")
-    assert message == "cannot write the page to x.html: No space left on device"
+    message = refused("report", made / "s8.pickle", "-o", "x.json")
+    assert message == "cannot write the report to x.json: No space left on device"
     assert list(folder.iterdir()) == []

@@ -18,6 +18,7 @@ SIZES = "expected a number with a unit, such as 10GiB, 800MiB, 24GB, plain bytes
 OPTIONS = {
     "checkpoint": {"--to", "--output", "--json"},
     "demo": {"--budget", "--out", "--json"},
+    "diff": {"--fail-over", "--output", "--json"},
     "doctor": {"--disk", "--json"},
     "explain": {"--torch", "--json"},
     "export": {"--to", "--output", "--world-size", "--disk", "--json"}
@@ -41,7 +42,7 @@ OPTIONS = {
     | {"--autocast", "--checkpointing", "--lora", "--eval-batch", "--curve"}
     | {"--ranks", "--ranks-per-node", "--link", "--explain"},
     "profile": {"--output", "--steps", "--json"},
-    "report": {"--output", "--json"},
+    "report": {"--output", "--format", "--json"},
     "run": {"--budget", "--plan", "--host", "--disk", "--disk-writes", "--no-disk", "--allow", "--report", "--json"}
     | {
         "--mode",

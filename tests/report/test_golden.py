@@ -15,7 +15,9 @@ from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.curve import peak_of
 from memwall.predict.host import HostBytes
 from memwall.predict.snapshot.analysis import DeviceAnalysis, SettingsSearch, analyse_device
-from memwall.report.text import estimate_report, snapshot_report
+from memwall.report.comparison import snapshot_side
+from memwall.report.difference import difference_of
+from memwall.report.text import difference_report, estimate_report, snapshot_report
 from memwall.trace.records import Trace
 from memwall.trace.snapshot.read import load_snapshot
 from memwall.trace.snapshot.records import Snapshot
@@ -128,3 +130,11 @@ class TestExactText:
     def test_snapshot(self, search: SettingsSearch, tmp_path: Path, width: int) -> None:
         analysis = replace(snapshot_of(tmp_path, 1024)[1], settings=search, notes=("the device ran out (retries: 1)",))
         assert drawn(snapshot_report([analysis]), width) == golden(f"snapshot_{width}.txt")
+
+    def test_two_snapshots(self, tmp_path: Path, width: int) -> None:
+        sides = []
+        for name, num_mib in (("old.pickle", 1024), ("new.pickle", 1536)):
+            snapshot, analysis = snapshot_of(tmp_path, num_mib)
+            sides.append(snapshot_side(snapshot, [analysis], name))
+        difference = difference_of(*sides, fail_over_percent=2.5)
+        assert drawn(difference_report(difference), width) == golden(f"diff_snapshot_{width}.txt")

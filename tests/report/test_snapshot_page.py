@@ -33,8 +33,8 @@ def loaded(folder: Path, value: dict[str, Any]) -> Snapshot:
     return load_snapshot(folder / "s.pickle")
 
 
-def curve_of_device(snapshot: Snapshot) -> Curve:
-    curve = snapshot_curve(timeline_of(recording_of(snapshot, 0)), "GPU 0")
+def curve_of_device(snapshot: Snapshot, **options: Any) -> Curve:
+    curve = snapshot_curve(timeline_of(recording_of(snapshot, 0)), "GPU 0", **options)
     assert curve is not None
     return curve
 
@@ -92,17 +92,16 @@ def test_categories_survive_where_the_events_say_them(history: History, tmp_path
 
 
 def test_where_the_events_say_none_all_is_unknown(history: History, tmp_path: Path) -> None:
-    curve = curve_of_device(loaded(tmp_path, history.snapshot()))
-    assert list(layers_of(curve)) == ["unknown", "stranded", "idle segments"]
-    assert layers_of(curve)["unknown"] == [0, 0, 8, 12, 14, 14, 6]
-    assert curve.summary == "most held 20.0 MiB, after event 4 of 6"
+    curve = curve_of_device(loaded(tmp_path, history.snapshot()), is_used_only=True)
+    assert layers_of(curve) == {"unknown": [0, 0, 8, 12, 14, 14, 6]}
+    assert curve.summary == "most in use 14.0 MiB, after event 4 of 6"
 
 
 def test_blocks_of_before_the_recording_are_unknown(history: History, tmp_path: Path) -> None:
     value = with_categories(history, "activation", "gradient", "")
     del value["device_traces"][0][:3]
-    layers = layers_of(curve_of_device(loaded(tmp_path, value)))
-    assert layers["unknown"] == [12, 14, 14, 6]
+    layers = layers_of(curve_of_device(loaded(tmp_path, value), is_used_only=True))
+    assert layers == {"unknown": [12, 14, 14, 6]}
 
 
 @settings(max_examples=25)
@@ -165,6 +164,7 @@ class TestPage:
             traces=(tuple(events),),
             stacks=stacks,
             settings={},
+            annotations=(),
             unknown_actions=(),
         )
         devices = (analyse_device(snapshot, 0),)

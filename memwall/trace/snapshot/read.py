@@ -18,6 +18,7 @@ from msgspec import Struct
 from memwall.errors import TraceError
 from memwall.trace.snapshot.records import (
     Action,
+    Annotation,
     BlockState,
     Event,
     Frame,
@@ -118,11 +119,14 @@ class _Importer:
             tuple(self._trace(events, at))
             for events, at in self._items(fields.get("device_traces", []), "$.device_traces")
         )
+        marks = self._items(fields.get("external_annotations", []), "$.external_annotations")
+        annotations = tuple(self._annotation(item, at) for item, at in marks)
         return Snapshot(
             segments=segments,
             traces=traces,
             stacks=tuple(self._stacks),
             settings=self._settings(fields.get("allocator_settings", {})),
+            annotations=annotations,
             unknown_actions=tuple(sorted(self._unknown_actions)),
         )
 
@@ -235,6 +239,13 @@ class _Importer:
         line = self._integer(fields, "line", at, missing=0, least=-_LARGEST_BYTES)
         frame = Frame(_printable(cast(str, texts[0])), line, _printable(cast(str, texts[1])))
         return self._frames.setdefault(frame, frame)
+
+    def _annotation(self, value: object, at: str) -> Annotation:
+        fields = self._fields(value, at)
+        device = self._integer(fields, "device", at, missing=0, least=-1)
+        time_us = self._integer(fields, "time_us", at, missing=0)
+        stage, name = (_printable(str(fields.get(key, ""))[:1000]) for key in ("stage", "name"))
+        return Annotation(device, time_us, stage, name)
 
     def _settings(self, value: object) -> dict[str, str]:
         settings = {}
