@@ -25,7 +25,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,29 +40,12 @@ from prediction_zoo import FAMILIES, OPTIMIZERS, PRECISIONS, zoo_sha256
 
 import memwall
 from memwall.machine.hardware import Hardware, hardware_named
-from memwall.patches import Patches
 
 OUTPUT = Path(__file__).parent / "results/simulated/phantom_truth.json"
 GOALS = {"allocated_bytes": {"median": 0.001, "worst": 0.01}, "reserved_bytes": {"median": 0.005, "worst": 0.03}}
 CARDS = ("h100-80gb", "l4")
 _NOTABLE = 0.001
 Row = dict[str, Any]
-
-
-@contextmanager
-def as_with_values() -> Iterator[None]:
-    """Has transformers hear what a device would tell it: that positions do not restart within a row.
-
-    Kernels do nothing on the phantom device, and all positions read as 0. What the question allocates is allocated.
-    """
-    from transformers import masking_utils
-
-    def asked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-
-    with Patches("trains on a device whose kernels do nothing") as patches:
-        patches.wrap(masking_utils, "find_packed_sequence_indices", asked)
-        yield
 
 
 def forked(work: Callable[[], Any]) -> Any:
@@ -116,8 +98,7 @@ class Forecaster:
 def counted(case: Case, card: str) -> Row:
     """Returns what torch's allocator counts in the steps of a case on this card."""
     os.environ["PHANTOM_CARD"] = card
-    with as_with_values():
-        found = measured(*case, used_bytes=0)  # type: ignore[arg-type]
+    found = measured(*case, used_bytes=0)  # type: ignore[arg-type]
     return {step: found[step] for step in STEPS}
 
 
