@@ -58,6 +58,21 @@ def test_cublas_holds_a_workspace_per_thread(
     assert [(s.birth, s.death) for s in steady.storages if s.nbytes == nbytes] == [(-1, len(steady.ops))] * 2
 
 
+def test_in_torch_2_11_cublaslt_has_a_workspace_of_its_own(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN that release THEN the first product with a bias takes 1 MiB, for good; a product without has none."""
+
+    def held(bias: bool) -> list[tuple[int, int]]:
+        monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+        steps = recorded(workload_of(lambda: nn.Linear(8, 8, bias=bias), lambda: torch.ones(2, 8)), "h100-80gb").steps
+        return [(s.birth, s.death == len(step.ops)) for step in steps for s in step.storages if s.nbytes == MIB]
+
+    assert [is_kept for _, is_kept in held(bias=True)] == [True, True]
+    assert held(bias=True)[1] == (-1, True)
+    assert held(bias=False) == []
+
+
 def test_step_counters_stay_on_the_host_unless_fused(
     workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
 ) -> None:

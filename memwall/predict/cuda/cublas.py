@@ -1,18 +1,23 @@
 """The workspaces that cuBLAS holds in torch's caching allocator from a thread's first product on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 
 import msgspec
 import torch
 
 from memwall.predict.cuda.cuda_device import CudaDevice
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.trace.records import Op, Step, Storage
 
 # A workspace for each thread that multiplies, which cuBLASLt shares: aten/src/ATen/cuda/CublasHandlePool.cpp,
 # parseChosenWorkspaceSize and setWorkspaceForHandle; torch/backends/cuda/__init__.py, TORCH_CUBLASLT_UNIFIED_WORKSPACE.
+# In torch 2.11 cuBLASLt, which adds a bias to a product, has one of its own, as an H100 held it.
 _CUBLAS_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
 _CUBLAS_BYTES_NEW = 4096 * 8 * 1024
 _ROCM_BYTES, _ROCM_BYTES_GFX94 = 32 << 20, 128 << 20
+_OWN_LT_BYTES = 1 << 20
+_WITH_BIAS = "aten.addmm.default"
 _PRODUCTS = frozenset(
     f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_grouped_mm")
 )
@@ -26,18 +31,19 @@ def with_cublas_workspaces(step: Step, is_first: bool, names: Sequence[str], dev
     """
     num_ops = len(step.ops)
     place = next((s.device for s in step.storages if s.device.partition(":")[0] == "cuda"), "cuda")
+    workspaces: list[tuple[int, Callable[[Op], bool]]] = [
+        (_cublas_bytes(device), lambda op: _takes_cublas(step, op, names[op.name]))
+    ]
+    if profile_for(str(torch.__version__))[0].version == "2.11" and not device.is_rocm:
+        workspaces.append((_OWN_LT_BYTES, lambda op: names[op.name] == _WITH_BIAS))
     added = []
-    for is_backward in (False, True):
-        products = (
-            at
-            for at, op in enumerate(step.ops)
-            if (op.phase == "backward") == is_backward and _takes_cublas(step, op, names[op.name])
-        )
-        first = next(products, None)
+    for is_backward, (nbytes, takes) in product((False, True), workspaces):
+        calls = (at for at, op in enumerate(step.ops) if (op.phase == "backward") == is_backward and takes(op))
+        first = next(calls, None)
         if first is not None:
             added.append(
                 Storage(
-                    nbytes=_cublas_bytes(device),
+                    nbytes=nbytes,
                     device=place,
                     category="temporary",
                     birth=first if is_first else -1,
