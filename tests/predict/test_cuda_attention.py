@@ -74,6 +74,11 @@ def test_the_kernel_is_the_one_torch_would_take(capability: tuple[int, int], ask
     assert attention_kernel(asked, capability) == kernel
 
 
+def test_in_torch_2_11_cudnn_takes_any_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    assert attention_kernel(call(dropout=0.1), H100) == "cudnn"
+
+
 def test_a_kernel_that_is_switched_off_is_not_taken() -> None:
     assert attention_kernel(call(), H100, frozenset(("flash", "math"))) == "flash"
     assert attention_kernel(call(), H100, frozenset(("math",))) == "math"
@@ -119,6 +124,13 @@ def test_a_mask_of_truths_becomes_numbers_and_is_saved(
     trace = attending(torch.float32, "a100-80gb", attn_mask=mask)
     assert numbers_of(trace, trace.steps[-1], "_scaled_dot_product_efficient_attention")
     assert 4 * TOKENS * TOKENS in [save.nbytes // (BATCH * HEADS) for save in trace.steps[-1].saved]
+
+
+def test_a_mask_whose_rows_are_not_dense_has_no_fused_kernel(attending: Callable[..., Trace]) -> None:
+    """As T5's position bias in transformers 5.17; source: sdp_utils_cpp.h, `check_last_dim_stride_equals_1_dense`."""
+    trace = attending(torch.float32, "h100-80gb", attn_mask=torch.zeros(TOKENS, TOKENS).t())
+    assert not any("efficient" in name for name in trace.names)
+    assert any("softmax" in name for name in trace.names)
 
 
 def test_grouped_queries_in_float32_are_written_out(attending: Callable[..., Trace]) -> None:

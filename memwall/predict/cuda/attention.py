@@ -17,6 +17,7 @@ from torch import Tensor
 
 from memwall.predict.cuda.attention_calls import mark_math_attention
 from memwall.predict.cuda.autocast_lists import without_autocast
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.torch_internals.operators import operator_named
 
 AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
@@ -46,7 +47,7 @@ class AttentionCall(Struct, frozen=True, kw_only=True):
     needs_gradient: bool = True
     enable_gqa: bool = False
     is_last_dim_dense: bool = True
-    """Whether the elements of a head lie next to each other in query, key and value."""
+    """Whether the elements of a head lie next to each other in query, key and value, and those of the mask's rows."""
 
 
 def attention_kernel(
@@ -72,7 +73,8 @@ def _can_use_cudnn(call: AttentionCall, capability: Capability) -> bool:
         return False
     if not (_has_plain_mask(call) and _has_heads(call, supports_gqa=True, must_share=False)):
         return False
-    if not (call.dropout * 16).is_integer():
+    counts_sixteenths = profile_for(str(torch.__version__))[0].version != "2.11"
+    if counts_sixteenths and not (call.dropout * 16).is_integer():
         return False
     if max(call.query[0], call.query[1]) > _MOST_CUDNN_SIZE:
         return False
@@ -180,7 +182,9 @@ def run_attention(
             dropout=dropout_p,
             needs_gradient=needs_gradient,
             enable_gqa=enable_gqa,
-            is_last_dim_dense=all(tensor.stride(-1) == 1 for tensor in tensors),
+            is_last_dim_dense=all(
+                tensor.stride(-1) == 1 for tensor in (*tensors, *([] if attn_mask is None else [attn_mask]))
+            ),
         ),
         capability,
         _enabled(),
