@@ -25,8 +25,6 @@ from knob_report import provenance
 HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "tests" / "golden"
 DEVICE = "nvidia-h100-80gb-hbm3"
-CONVOLUTIONAL = ("resnet", "mobilenet", "convnext", "unet")
-"""Families whose kernels cuDNN itself chooses; of attention it has no engine without a device."""
 QUANTITIES = ("requested_bytes", "allocated_bytes", "reserved_bytes")
 
 
@@ -60,7 +58,6 @@ def _sizes(record: AllocatorRecord) -> list[tuple[str, int]]:
 def case_row(both: Both, row: dict[str, Any]) -> dict[str, Any]:
     """Returns a case's steady peaks on the device, on the phantom, and as the translation foresaw them."""
     case = (row["family"], row["precision"], row["optimizer"])
-    os.environ["PHANTOM_CUDNN"] = "real" if row["family"] in CONVOLUTIONAL else "stub"
     found = json.loads(both.run(("gpu_truth_case.py", *case), "", on_phantom=True))["measured"]
     return {
         "case": "/".join(case),
@@ -74,6 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device", nargs="?", default=DEVICE)
     options = parser.parse_args()
+    os.environ["PHANTOM_CUDNN"] = "real"
     folder = HERE / "results" / options.device
     truth = json.loads((folder / "prediction.json").read_text())
     records = load_records(GOLDEN / options.device)
