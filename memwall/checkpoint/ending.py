@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 
 from memwall.patches import Patches, note_permanent
 
-__all__ = ["Ending"]
-
 _log = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 8.0

@@ -40,8 +40,6 @@ from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import trains
 from memwall.trace.together import models_of
 
-__all__ = ["StepCheckpoint"]
-
 
 class StepCheckpoint:
     """Commits the steps of a model, or of several that are trained together, into a directory.

@@ -127,7 +127,7 @@ def _run_under_a_session(request: RunRequest) -> None:
     from memwall.cli.output import note, script_output
     from memwall.integrations.launcher import run_script
     from memwall.planning.planfile import Plan
-    from memwall.report.checkpoint_lines import commits_line
+    from memwall.report.summary import commits_line
     from memwall.session.next_budget import read_next_budget
 
     given = None if request.plan_path is None else Plan.load(request.plan_path)
@@ -195,7 +195,7 @@ def _open_checkpoint(request: RunRequest, opened: ExitStack) -> "StepCheckpoint 
         return None
     from memwall.checkpoint.resumption import open_checkpoint
     from memwall.cli.output import note
-    from memwall.report.checkpoint_lines import recovery_line
+    from memwall.report.summary import recovery_line
     from memwall.session.ranks.agreement import Ranks
 
     checkpoint = open_checkpoint(

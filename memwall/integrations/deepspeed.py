@@ -18,18 +18,9 @@ from memwall.apply.technique import Zero, handler_of
 from memwall.errors import IntegrationError
 from memwall.integrations.preflight import check_config
 from memwall.planning.action import Action
-from memwall.planning.deepspeed import deepspeed_config, not_expressed, remarks
+from memwall.planning.deepspeed import not_expressed
 from memwall.planning.planfile import Plan
 from memwall.trace.attached import attach_hook
-
-__all__ = [
-    "Rest",
-    "apply_rest",
-    "check_config",
-    "deepspeed_config",
-    "not_expressed",
-    "remarks",
-]
 
 
 class Rest:

@@ -31,8 +31,6 @@ from memwall.torch_internals.compiler import num_compiled
 from memwall.trace.records import Trace
 from memwall.trace.together import models_of
 
-__all__ = ["ScriptEnded", "ScriptRun", "profile_script", "run_script"]
-
 
 class ScriptRun:
     """Follows a script under a session, from its construction until `close`; the script may have begun before.

@@ -15,8 +15,6 @@ from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Trace
 
-__all__ = ["block_actions", "build_instance", "build_menus", "treatments_of_choice", "window_bytes_of"]
-
 Int64s = NDArray[np.int64]
 
 # What the host is busy with for one operation of a device that works behind it, where that is not measured: rather too

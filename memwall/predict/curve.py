@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 
 from memwall.trace.records import Step, Storage, Trace
 
-__all__ = ["LineShare", "Peak", "Share", "live_curve", "live_peak_bytes", "peak_of", "step_seconds"]
-
 
 class Share(Struct, frozen=True, kw_only=True):
     """Names one holder of bytes at an instant."""

@@ -1,6 +1,7 @@
-"""Shows a run's plan, and what it came to, in a few lines each: `memwall run`; its -v shows all that is known."""
+"""Shows a run's plan, its commits and what it came to, in a few lines each: `memwall run`; -v shows all there is."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.text import Text
@@ -12,6 +13,9 @@ from memwall.report.grid import ratio_text
 from memwall.report.run_grids import time_findings
 from memwall.report.text import facts, plan_verdict, printable, ranks_text, run_verdict, shown_verdict
 from memwall.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from memwall.checkpoint.writer import CommitTimes
 
 
 def plan_summary(plan: Plan) -> Group:
@@ -57,6 +61,25 @@ def run_summary(report: RunReport, *, status: int = 0) -> Group:
     if report.ranks is not None:
         lines.append(("ranks", ranks_text(report.ranks)))
     return printable((shown_verdict(run_verdict(report, status=status)), facts(lines), *_remarks(report)))
+
+
+def recovery_line(directory: str, *, step: int, num_bytes: int, seconds: float) -> str:
+    """Returns the line of a run that goes on."""
+    return (
+        f"{directory}: step {step} was read and verified, {format_bytes(num_bytes)} in {format_seconds(seconds)}; the "
+        "run continues from there"
+    )
+
+
+def commits_line(directory: str, times: "CommitTimes") -> str:
+    """Returns the line of a process that has committed something; writing and recording go on beside the next step."""
+    number = times.num_commits
+    written, recorded = times.transfer_seconds / number, times.record_seconds / number
+    return (
+        f"{directory}: {number} {'commit' if number == 1 else 'commits'} of "
+        f"{format_bytes(times.written_bytes / number)}, each {format_seconds(written)} to write and "
+        f"{format_seconds(recorded)} to record and sync"
+    )
 
 
 def _remarks(report: RunReport) -> Iterable[Text]:

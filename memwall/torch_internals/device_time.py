@@ -4,8 +4,6 @@ from typing import Any
 
 from memwall.torch_internals.names import find
 
-__all__ = ["keep_busy"]
-
 _sleep: Any = find("torch.cuda._sleep", "timing the operations of a CUDA device apart from the host that issues them")
 
 

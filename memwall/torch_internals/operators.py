@@ -11,21 +11,6 @@ from torch import Size, Tensor
 
 from memwall.torch_internals.names import REGISTRY, Name, attribute, error, find, function
 
-__all__ = [
-    "flop_formula_of",
-    "flop_formulas",
-    "foreach_add_",
-    "foreach_div_",
-    "has_kernel",
-    "library_for_now",
-    "num_flops",
-    "operator_named",
-    "packet_of",
-    "recurrent_functions",
-    "schema_of",
-    "without_cpu_autocast",
-]
-
 schema_of: Callable[[Any], Any] = attribute("torch.ops.aten.add.Tensor._schema", "seeing what an operation writes")
 """Returns the schema of an operator: its arguments, results and what it changes in place.
 

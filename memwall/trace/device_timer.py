@@ -19,8 +19,6 @@ import torch
 
 from memwall.torch_internals.device_time import keep_busy
 
-__all__ = ["DeviceTimer"]
-
 # A millisecond or more, up to 3 GHz; to issue an operation takes a tenth of one.
 _AHEAD_CYCLES = 3_000_000
 # Of operations on tensors of one layout so many are measured, tried so often: a recorded step waits for no more.

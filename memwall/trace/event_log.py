@@ -15,8 +15,6 @@ from torch import Tensor
 from memwall.torch_internals.storages import identity_of
 from memwall.trace.records import Category, Phase
 
-__all__ = ["EventLog", "LoggedCall", "LoggedOp", "LoggedSaving", "LoggedStorage"]
-
 
 class LoggedOp(Struct, gc=False):
     """Holds one operation while its step runs; indices are those of the log."""

@@ -17,8 +17,6 @@ from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
 from memwall.versioned_files import FileKind, whole_file
 
-__all__ = ["MAGIC", "load_trace", "save_trace"]
-
 _KIND = FileKind(noun="trace", schema="memwall.trace", version=2, error=TraceError, way_out="record it again")
 MAGIC = f"{_KIND.schema}/".encode()
 # Traces shrink to a quarter, those of many equal layers further; a file made for it would grow 30,000-fold.

@@ -10,19 +10,6 @@ from msgspec import Struct
 
 from memwall.machine.tiers import Machine
 
-__all__ = [
-    "COMPILED_CODE",
-    "Category",
-    "Module",
-    "ModuleCall",
-    "Op",
-    "Phase",
-    "SavedTensor",
-    "Step",
-    "Storage",
-    "Trace",
-]
-
 COMPILED_CODE = "inductor_compiled_code"
 """The name of the operation that a call of compiled code is: of a whole graph, forward or backward."""
 

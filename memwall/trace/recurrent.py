@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from memwall.torch_internals.dispatch import without_dispatch
 
-__all__ = ["LAYER", "flatten_weights", "num_elements", "parts_of", "with_workspace"]
-
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 
 # Tokens of the two runs that are made where there are more. The workspace is rounded to pages, which this many hide.

@@ -8,8 +8,6 @@ from memwall.trace.event_log import EventLog, LoggedStorage
 from memwall.trace.modules import ModuleTable
 from memwall.trace.records import Category, ModuleCall, Op, SavedTensor, Step, Storage, Trace
 
-__all__ = ["build_step", "steady_after", "steady_step"]
-
 
 def build_step(
     log: EventLog,

@@ -22,8 +22,6 @@ from memwall.predict.cuda.results import cuda_results
 from memwall.predict.cuda.whole_rms_norm import fused_rms_norm
 from memwall.predict.cuda.workspaces import CudaWorkspaces
 
-__all__ = ["CudaRecording"]
-
 
 class CudaRecording:
     """Holds what `memwall.trace.fake.fake_run` needs to record for a device that is not here.

@@ -25,8 +25,6 @@ from memwall.torch_internals.storages import identity_of
 from memwall.trace.recurrent import num_elements, parts_of
 from memwall.trace.workspaces import AheadOfResults
 
-__all__ = ["RECURRENT_FORMULAS", "RECURRENT_RESULTS", "cuda_recurrent"]
-
 _LAYER, _LAYER_BACKWARD = operator_named("_cudnn_rnn.default"), operator_named("_cudnn_rnn_backward.default")
 _LSTM_CELL = operator_named("_thnn_fused_lstm_cell.default")
 _GRU_CELL, _GRU_CELL_BACKWARD = (operator_named(f"_thnn_fused_gru_cell{end}.default") for end in ("", "_backward"))

@@ -10,8 +10,6 @@ from torch import Tensor
 from memwall.predict.cuda.recurrent import RECURRENT_RESULTS
 from memwall.torch_internals.dispatch import TorchDispatchMode
 
-__all__ = ["cuda_results"]
-
 _aten = torch.ops.aten
 
 

@@ -21,8 +21,6 @@ from memwall.units import format_bytes
 
 Autocast = Literal["none", "bfloat16", "float16"]
 
-__all__ = ["not_modelled", "recording_for", "translated"]
-
 # Which of them a CPU has an operator for, and which it takes to pieces, hangs on the layer, its dtype and the build.
 _RECURRENT = frozenset(("RNN", "LSTM", "GRU", "LSTMCell", "GRUCell"))
 _COUNTER_BYTES = 8

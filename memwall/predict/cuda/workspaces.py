@@ -19,8 +19,6 @@ from memwall.torch_internals.operators import operator_named
 from memwall.trace.op_work import own_work_of
 from memwall.trace.workspaces import AheadOfResults, Workspace, Workspaces
 
-__all__ = ["CudaWorkspaces"]
-
 Formula = Callable[[CudaDevice, tuple[Any, ...], dict[str, Any]], tuple[int, ...]]
 
 _FLOAT_BYTES, _INDEX_BYTES = 4, 8
