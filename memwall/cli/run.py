@@ -126,10 +126,12 @@ def _run_under_a_session(request: RunRequest) -> None:
     """
     from memwall.cli.output import note, script_output
     from memwall.integrations.launcher import run_script
+    from memwall.machine.device_sharers import note_sharers
     from memwall.planning.planfile import Plan
     from memwall.report.summary import commits_line
     from memwall.session.next_budget import read_next_budget
 
+    note_sharers()
     given = None if request.plan_path is None else Plan.load(request.plan_path)
     with ExitStack() as opened:
         checkpoint = _open_checkpoint(request, opened)

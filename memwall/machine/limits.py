@@ -63,13 +63,21 @@ def budget_bytes(text: str | int, device: str) -> int:
 
 
 def own_bytes(device: str) -> int:
-    """Returns what this process has of a device: all of a CUDA device, of a CPU's memory limit its rank's equal part.
+    """Returns what this process has of a device: of a CUDA device all that no other process holds there now, of a CPU's
+    memory limit its rank's equal part.
 
     Raises:
         UsageError: the device is unknown here, or has no driver.
     """
     total_bytes = device_total_bytes(device)
-    return total_bytes // num_local_ranks() if device == "cpu" else total_bytes
+    if device == "cpu":
+        return total_bytes // num_local_ranks()
+    import torch
+
+    from memwall.machine.device_sharers import note_sharers, others_bytes
+
+    note_sharers()
+    return total_bytes - (others_bytes(torch.device(device)) or 0)
 
 
 def own_device() -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memwall.machine.device_peaks import AllocatorPeak, allocator_peak, reset_allocator_peak
+from memwall.machine.device_sharers import others_bytes
 
 __all__ = [
     "CudaMeter",
@@ -152,6 +153,9 @@ class Meter(Protocol):
     def base_bytes(self, tensor_bytes: int) -> int:
         """Returns what is held beside tensors, of which so many bytes are alive on the device."""
 
+    def others_bytes(self) -> int | None:
+        """Returns what other processes hold there, which no figure of this meter counts; None where nobody tells."""
+
 
 class HostMeter:
     """Reads the resident bytes of the process."""
@@ -176,21 +180,29 @@ class HostMeter:
         """Counts what malloc keeps free as well: it should be returned before."""
         return process_bytes() - tensor_bytes
 
+    def others_bytes(self) -> None:
+        """Returns nothing: resident bytes are those of this process alone."""
+
 
 class CudaMeter:
-    """Reads what is in use on a CUDA device: torch's segments, and beside them context, kernels and libraries.
+    """Reads what this process has in use on a CUDA device: torch's segments, and context, kernels and libraries.
 
-    The device does not tell apart what other processes hold there; it counts as in use.
+    Where it is not told what other processes hold there, that counts as this one's.
     """
 
     device = "cuda"
 
     def __init__(self, device: torch.device) -> None:
         self.place = device
+        self._asked_at_bytes = -1
+        self._others_bytes: int | None = None
 
     def now_bytes(self) -> int:
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self.place)
-        return total_bytes - free_bytes
+        return torch.cuda.memory_reserved(self.place) + self._beside_bytes()
+
+    def others_bytes(self) -> int | None:
+        self._beside_bytes()
+        return self._others_bytes
 
     def held(self) -> HeldBytes:
         return HeldBytes(torch.cuda.memory_allocated(self.place), self.peak_bytes())
@@ -211,7 +223,12 @@ class CudaMeter:
         return self._beside_bytes()
 
     def _beside_bytes(self) -> int:
-        return max(0, self.now_bytes() - torch.cuda.memory_reserved(self.place))
+        """Returns what is in use beside segments of this process, and asks whose it is whenever that has changed."""
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.place)
+        in_use_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(self.place)
+        if in_use_bytes != self._asked_at_bytes:
+            self._asked_at_bytes, self._others_bytes = in_use_bytes, others_bytes(self.place)
+        return max(0, in_use_bytes - (self._others_bytes or 0))
 
 
 def meter_of(*models: nn.Module) -> Meter:

@@ -42,6 +42,7 @@ def run_report(session: Session) -> RunReport:
             replaced_peak_bytes=measured.replaced_peak_bytes,
             first_step_peak_bytes=measured.first_step_peak_bytes,
             inactive_bytes=allocator.inactive_bytes if allocator else None,
+            others_bytes=measured.meter.others_bytes() or 0,
             num_alloc_retries=allocator.num_retries if allocator else None,
             step_seconds_median=median(measured.step_seconds) if measured.step_seconds else None,
             steps=measured.num_steps,

@@ -36,6 +36,8 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Process bytes of the recorded first step, which ran under the safest plan."""
     inactive_bytes: int | None = None
     """Bytes that the CUDA allocator held free between blocks in use, at most; null on a CPU."""
+    others_bytes: int = 0
+    """Bytes that other processes held on the device at the run's end, as far as its driver tells; no part of a peak."""
     num_alloc_retries: int | None = None
     """Requests that torch granted only after it had given its cache back, in the whole process; null on a CPU."""
     step_seconds_median: float | None

@@ -69,6 +69,8 @@ def _of_allocator(report: RunReport) -> Iterator[_Compared]:
         yield "allocated peak, steady step", _needed, foreseen.allocated_bytes, found.allocated_bytes
         yield "reserved peak, steady step", _needed, foreseen.reserved_bytes, found.reserved_bytes
         yield "free between blocks in use", bytes_or_dash, None, report.measured.inactive_bytes
+    if report.measured.others_bytes:
+        yield "held by other processes, no part of these", bytes_or_dash, None, report.measured.others_bytes
     if report.measured.num_alloc_retries:
         yield (
             "cache given back for a request",

@@ -1,5 +1,6 @@
 """The budget of a CUDA device: torch's allocator is held to it, and gives way where a step would end the run."""
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -7,8 +8,11 @@ import torch
 from memwall.apply.memory.yielding import Yielding
 from memwall.machine.meter import CudaMeter, Meter
 from memwall.store.room import CudaLimit, cuda_segment_room_bytes
+from memwall.units import format_bytes
 
 __all__ = ["DeviceBudget"]
+
+_log = logging.getLogger(__name__)
 
 # The first step under a plan proves actions, for which tensors live longer than they will; the second one begins with
 # the segments that are in use, as is foreseen, and the third with those that a step under the plan has left.
@@ -45,6 +49,12 @@ class DeviceBudget:
         if not isinstance(meter, CudaMeter) or not budget_bytes:
             return
         self._limit_bytes = budget_bytes - meter.base_bytes(0)
+        if meter.others_bytes():
+            _log.warning(
+                "other processes hold %s of %s: that is not counted as this run's, and this run cannot have it",
+                format_bytes(meter.others_bytes() or 0),
+                meter.place,
+            )
         self._limit.hold(meter.place, self._limit_bytes)
         self._num_steps_to_watch, self._num_retries = _NUM_FIRST_STEPS, _num_retries(self._limit.place)
         self._num_steps = 0

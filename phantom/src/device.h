@@ -24,6 +24,8 @@ struct Card {
   double link_bytes_per_second, peer_bytes_per_second, memory_bytes_per_second;
 };
 
+// What NVML lists of processes: all with their numbers, this one under another, as in a container, or none.
+enum class Listing { kAll, kOtherNumbers, kNobody };
 enum class Order { kEager, kLazy, kRandom, kTimed };
 
 struct Settings {
@@ -37,6 +39,8 @@ struct Settings {
   uint64_t seed;
   int64_t kernel_ns, launch_ns;
   double host_share;
+  size_t others_bytes;
+  Listing lists;
   std::string report;
 
   Settings();
@@ -113,6 +117,7 @@ constexpr size_t kGranule = size_t{2} << 20;
 void* allocate(int device, size_t bytes);  // null: the device is full
 bool free_memory(void* at);
 size_t free_bytes(int device);
+size_t others_bytes();  // what other processes hold of each device
 void* reserve_addresses(int device, size_t bytes);  // nothing is taken from the device
 void free_addresses(void* at, size_t bytes);
 uint64_t create_physical(int device, size_t bytes);  // 0: the device is full

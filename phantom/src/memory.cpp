@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "device.h"
@@ -58,6 +59,8 @@ Memory& memory() {
   return *made;
 }
 
+std::optional<size_t> changed_others_bytes;
+
 size_t rounded(size_t bytes) { return (bytes + kGranule - 1) / kGranule * kGranule; }
 
 char* place(Arena& arena, size_t bytes) {
@@ -69,7 +72,7 @@ char* place(Arena& arena, size_t bytes) {
 }
 
 bool take(Arena& arena, size_t bytes) {
-  if (arena.used_bytes + bytes + settings().context_bytes > card().total_bytes) return false;
+  if (arena.used_bytes + bytes + settings().context_bytes + others_bytes() > card().total_bytes) return false;
   arena.used_bytes += bytes;
   return true;
 }
@@ -89,6 +92,8 @@ bool covers(const std::map<char*, size_t>& ranges, const void* at) {
 }
 
 }  // namespace
+
+size_t others_bytes() { return changed_others_bytes.value_or(settings().others_bytes); }
 
 void* allocate(int device, size_t bytes) {
   Guard guard(lock());
@@ -117,7 +122,7 @@ bool free_memory(void* at) {
 
 size_t free_bytes(int device) {
   Guard guard(lock());
-  const size_t held = memory().arenas.at(device).used_bytes + settings().context_bytes;
+  const size_t held = memory().arenas.at(device).used_bytes + settings().context_bytes + others_bytes();
   return held > card().total_bytes ? 0 : card().total_bytes - held;
 }
 
@@ -212,3 +217,6 @@ bool is_pinned(const void* at) {
 bool has_memory() { return made != nullptr; }
 
 }  // namespace phantom
+
+// Other processes hold so much of each device from now on.
+extern "C" void phantom_others_hold(size_t bytes) { phantom::changed_others_bytes = bytes; }

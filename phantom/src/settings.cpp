@@ -47,6 +47,15 @@ Order order_of_setting() {
   return found->second;
 }
 
+Listing listing_of_setting() {
+  const std::string name = text("PHANTOM_NVML", "all");
+  const std::map<std::string, Listing> known = {
+      {"all", Listing::kAll}, {"numbers", Listing::kOtherNumbers}, {"nobody", Listing::kNobody}};
+  const auto found = known.find(name);
+  if (found == known.end()) refuse("PHANTOM_NVML", name, "all, numbers, nobody");
+  return found->second;
+}
+
 Settings* current = nullptr;
 
 using Counts = std::map<std::string, std::map<std::string, size_t>>;
@@ -78,6 +87,8 @@ Settings::Settings()
       kernel_ns(static_cast<int64_t>(number("PHANTOM_KERNEL_NS", 5000))),
       launch_ns(static_cast<int64_t>(number("PHANTOM_LAUNCH_NS", 4000))),
       host_share(atof(text("PHANTOM_HOST_SHARE", "0").c_str())),
+      others_bytes(number("PHANTOM_OTHERS_BYTES", 0)),
+      lists(listing_of_setting()),
       report(text("PHANTOM_REPORT", "")) {
   card.total_bytes = number("PHANTOM_MEMORY_BYTES", card.total_bytes);
 }

@@ -253,6 +253,7 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=(40 * GIB, 80 * GIB)[index])
     )
+    monkeypatch.setattr("memwall.machine.device_sharers.others_bytes", lambda device: None)
 
 
 @pytest.mark.usefixtures("two_devices")

@@ -42,6 +42,7 @@ class Card:
         }
         for name, call in calls.items():
             monkeypatch.setattr(torch.cuda, name, call)
+        monkeypatch.setattr(meter, "others_bytes", lambda device: None)
 
     def _statistics(self, device: object) -> dict[str, object]:
         peak = {"all": {"peak": self.peak_reserved_bytes}}
@@ -105,6 +106,8 @@ class Fixed(HostMeter):
 
     def peak_bytes(self) -> int:
         return 9 * GIB
+
+    def others_bytes(self) -> None: ...
 
     def base_bytes(self, tensor_bytes: int) -> int:
         return 500 * MIB
