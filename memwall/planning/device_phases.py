@@ -15,14 +15,6 @@ from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
-__all__ = [
-    "SMALLER_EVALUATION",
-    "evaluation_with_metrics",
-    "with_device_phases",
-    "with_evaluation",
-    "with_smallest_that_holds",
-]
-
 # Budgets that are tried in search of one that holds, each so much larger at least; the last half in growing steps.
 _MOST_ROUNDS, _NEXT_BUDGET = 12, 1.02
 SMALLER_EVALUATION = "a smaller batch in evaluation: --eval-batch N"

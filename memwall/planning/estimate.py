@@ -20,8 +20,6 @@ from memwall.trace.steps import steady_step
 from memwall.trace.workload_facts import workload_facts
 from memwall.units import format_bytes
 
-__all__ = ["Estimate", "estimate"]
-
 _EXPANDABLE = AllocatorSettings(expandable_segments=True)
 _PLAN = "recompute or offload: memwall plan SPEC --device NAME --budget SIZE"
 

@@ -17,15 +17,6 @@ from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 from memwall.predict.host import batch_storages, host_bytes_of
 from memwall.trace.records import Step, Storage
 
-__all__ = [
-    "PhasePeak",
-    "Phases",
-    "evaluation_bytes",
-    "returned_bytes",
-    "waiting_bytes",
-    "with_waiting_batches",
-]
-
 
 class PhasePeak(Struct, frozen=True, kw_only=True):
     """Holds the peaks of one phase. All simulated."""

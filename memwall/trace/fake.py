@@ -36,8 +36,6 @@ from memwall.trace.trace_builder import TraceBuilder, run_evaluated, run_recorde
 from memwall.trace.workload import Workload
 from memwall.trace.workspaces import Workspaces
 
-__all__ = ["MOST_MICRO_BATCHES", "FakeRun", "RecordedRun", "fake_run", "record_fake_run"]
-
 _WHY = "records a step on fake tensors"
 # The second micro-batch finds the first one's gradients; all further ones are like it.
 MOST_MICRO_BATCHES = 2

@@ -34,8 +34,6 @@ from memwall.trace.source_lines import SourceLines, StepLines
 from memwall.trace.together import models_of
 from memwall.trace.workspaces import Workspaces
 
-__all__ = ["Parking", "StepRecorder"]
-
 
 class Parking(Protocol):
     """Says where saved tensors live between forward and backward while a step is recorded."""

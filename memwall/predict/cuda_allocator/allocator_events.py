@@ -10,18 +10,6 @@ from memwall.predict.cuda_allocator.held_blocks import Held, Standing
 from memwall.predict.cuda_allocator.rounding import MIN_BLOCK_BYTES, round_up
 from memwall.trace.records import Step
 
-__all__ = [
-    "ALLOC",
-    "COMPLETE",
-    "EMPTY_CACHE",
-    "FREE",
-    "FREE_LATER",
-    "Event",
-    "EventTrace",
-    "events_of_steps",
-    "live_peak_bytes",
-]
-
 ALLOC, FREE, FREE_LATER, COMPLETE, EMPTY_CACHE = range(5)
 _EVAL_STARTS = -1
 

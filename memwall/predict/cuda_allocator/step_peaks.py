@@ -14,16 +14,6 @@ from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profil
 from memwall.predict.curve import live_peak_bytes
 from memwall.trace.records import Step
 
-__all__ = [
-    "NUM_STEADY",
-    "StepPeak",
-    "allocated_peak_bytes",
-    "event_peaks",
-    "least_reserved_bytes",
-    "reserved_peak_bytes",
-    "step_peaks",
-]
-
 NUM_STEADY = 2
 """How often the last step of a run is repeated: what it caches, the second one finds."""
 
