@@ -18,7 +18,7 @@ from memwall.checkpoint.resumption import set_checkpoint
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.errors import OutOfMemoryError, StoreError, UsageError
 from memwall.integrations.preflight import check_model
-from memwall.integrations.scripts.execution import ScriptEnded, execute, without_step
+from memwall.integrations.scripts.execution import BeforeScript, ScriptEnded, execute, without_step
 from memwall.integrations.scripts.script_profile import Profile
 from memwall.integrations.scripts.script_watch import ScriptWatch
 from memwall.integrations.scripts.spawned import watch_spawning
@@ -27,7 +27,6 @@ from memwall.machine.tiers import Machine
 from memwall.patches import Patches
 from memwall.session.next_budget import note_failure
 from memwall.session.session import Session
-from memwall.torch_internals.compiler import num_compiled
 from memwall.trace.records import Trace
 from memwall.trace.together import models_of
 
@@ -59,7 +58,7 @@ class ScriptRun:
         self.watch.listen(self._patches)
         self._patches.hook(register_optimizer_step_pre_hook, self._before_step)
         watch_spawning(self.watch, self._patches)
-        self._num_before = num_compiled()
+        self._before = BeforeScript.now()
         session.watch_receives()
         if checkpoint is None:
             session.watch_building()
@@ -126,7 +125,7 @@ class ScriptRun:
         is_missed = self._has_trained or watch.has_missed_steps or session.has_missed_steps
         is_new = checkpoint is None or checkpoint.is_new
         if session.measured.num_steps == 0 and status == 0 and not is_missed and is_new:
-            raise UsageError(without_step(self._name, status, compiles=num_compiled() > self._num_before))
+            raise UsageError(without_step(self._name, status, self._before))
 
 
 def run_script(
@@ -195,7 +194,7 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
     patches = Patches("records the steps of a script")
     watch.listen(patches)
     patches.hook(register_optimizer_step_pre_hook, before_step)
-    status, num_before = 0, num_compiled()
+    status, before = 0, BeforeScript.now()
     try:
         status = execute(name, args, is_module=is_module)
         if status == 0 and watch.failure is None:
@@ -210,7 +209,7 @@ def profile_script(name: str, args: Sequence[str], *, num_steps: int, is_module:
         raise watch.failure
     builder = profiled.builder
     if builder is None or profiled.num_recorded == 0:
-        raise UsageError(without_step(name, status, compiles=num_compiled() > num_before))
+        raise UsageError(without_step(name, status, before))
     model = builder.roots[0]
     trace = builder.trace(profiled.borders.optimizers, machine=_machine_of(model))
     base_bytes = profiled.base_bytes

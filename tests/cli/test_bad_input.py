@@ -71,6 +71,36 @@ def test_a_script_whose_model_is_called_in_compiled_code_alone(refused: Refused,
     )
 
 
+HOGWILD = """
+import torch
+import torch.multiprocessing as mp
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(200):
+        model(torch.ones(64, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+model = torch.nn.Linear(256, 256).share_memory()
+processes = [mp.Process(target=train, args=(model,)) for _ in range(2)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+    assert process.exitcode == 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["8GiB", "100GiB"], ids=["planned", "ample"])
+def test_a_script_that_trains_in_processes_of_its_own(refused: Refused, folder: Path, budget: str) -> None:
+    (folder / "hogwild.py").write_text(HOGWILD)
+    assert refused("run", "--budget", budget, "hogwild.py").endswith(
+        "there is nothing to plan. Training in processes that the script starts itself, as by multiprocessing.Process, "
+        "is not seen: call what they run in the script's own process, and for several take RANK and WORLD_SIZE from "
+        "the environment and start it by memwall run --nproc N --budget SIZE hogwild.py"
+    )
+
+
 BESIDE_HOOKS = """
 import torch
 class Layer(torch.nn.Linear):

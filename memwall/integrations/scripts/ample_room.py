@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memwall.errors import MemwallError, OutOfMemoryError, UsageError
-from memwall.integrations.scripts.execution import without_step
+from memwall.integrations.scripts.execution import BeforeScript, without_step
 from memwall.integrations.scripts.late_parking import LateParking
 from memwall.logs import tell
 from memwall.machine.limits import memory_limit_bytes
@@ -32,7 +32,6 @@ from memwall.machine.meter import HostMeter, process_bytes, process_peak_bytes
 from memwall.machine.process_group import num_processes
 from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node, execution_is_transformed, version_of
-from memwall.torch_internals.compiler import num_compiled
 from memwall.units import format_bytes
 
 __all__ = ["AmpleRoom", "has_ample_room"]
@@ -91,7 +90,7 @@ class AmpleRoom:
         """Whether the run was handed over, or has ended."""
         self.has_told = False
         """Whether it was said that nothing is done."""
-        self._pid, self._num_compiled = os.getpid(), num_compiled()
+        self._pid, self._before = os.getpid(), BeforeScript.now()
         self._patches, self._forwards = Patches(_WHY), Patches(_WHY)
         self._waiting: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have not stepped yet."""
@@ -141,7 +140,7 @@ class AmpleRoom:
         if model is not None and self._in_step and _versions(model) != self._versions:
             self.num_steps += 1
         if status == 0 and not self.num_steps:
-            raise UsageError(without_step(self._name, status, compiles=num_compiled() > self._num_compiled))
+            raise UsageError(without_step(self._name, status, self._before))
         if status == 0 and not self.has_told and process_peak_bytes() <= self._quarter_bytes:
             self._tell()
 

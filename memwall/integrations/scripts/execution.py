@@ -7,15 +7,22 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from memwall.errors import MemwallError
 from memwall.patches import Patches
+from memwall.torch_internals.compiler import num_compiled
 
-__all__ = ["ScriptEnded", "execute", "without_step"]
+__all__ = ["BeforeScript", "ScriptEnded", "execute", "without_step"]
 
 _INTERRUPTED = 130  # what a shell shows for a program that Ctrl-C ended: 128 + SIGINT
 _OF_COMPILED = (
     ". If torch.compile was given the function that calls the model, give it the model: memwall plans what calls it"
+)
+_OF_CHILDREN = (
+    ". Training in processes that the script starts itself, as by multiprocessing.Process, is not seen: call what they "
+    "run in the script's own process, and for several take RANK and WORLD_SIZE from the environment and start it by "
+    "memwall run --nproc N --budget SIZE {name}"
 )
 
 
@@ -84,14 +91,33 @@ def _as_main(name: str, args: Sequence[str], *, is_module: bool) -> Iterator[Non
         yield
 
 
-def without_step(name: str, status: int, *, compiles: bool) -> str:
-    """Says that a script has ended, and why there is nothing to plan.
+class BeforeScript(NamedTuple):
+    """Holds what the process had done before a script ran in it."""
+
+    num_compiled: int
+    """Functions that the compiler was given."""
+    child_seconds: float
+    """CPU time of processes that it had started, in seconds."""
+
+    @classmethod
+    def now(cls) -> Self:
+        """Returns what the process has done so far."""
+        times = os.times()
+        return cls(num_compiled(), times.children_user + times.children_system)
+
+
+def without_step(name: str, status: int, before: BeforeScript) -> str:
+    """Says that a script has ended, why there is nothing to plan, and what may have trained unseen.
 
     Args:
-        compiles: whether it has compiled a function.
+        before: what the process had done before it.
     """
     ending = f"ended with status {status}" if status else "finished"
+    after = BeforeScript.now()
+    unseen = _OF_COMPILED if after.num_compiled > before.num_compiled else ""
+    if after.child_seconds > before.child_seconds:
+        unseen += _OF_CHILDREN.format(name=name)
     return (
         f"{name} {ending} without a whole training step (forward of a module with gradients on, backward, step of a "
-        f"torch optimizer); there is nothing to plan{_OF_COMPILED if compiles else ''}"
+        f"torch optimizer); there is nothing to plan{unseen}"
     )
