@@ -12,6 +12,8 @@ from torch import Tensor, nn
 PAGE = Path(__file__).parents[2] / "docs/frameworks.md"
 MARK = f"<!-- runs in make test-frameworks: tests/integrations/{Path(__file__).name} -->\n```python\n"
 
+WORDS = ["<pad>", "<eos>", *(f"word{number}" for number in range(62))]
+
 
 def example(word: str) -> str:
     found = [
@@ -32,16 +34,22 @@ def llama() -> Any:
     )  # fmt: skip
 
 
-def sft(folder: Path) -> dict[str, Any]:
-    from datasets import Dataset
+def tokenizer_of_words() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+
+    vocabulary = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<eos>"))
+    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def sft(folder: Path) -> dict[str, Any]:
+    from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    words = ["<pad>", "<eos>", *(f"word{number}" for number in range(62))]
-    vocabulary = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<eos>"))
-    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = tokenizer_of_words()
     args = SFTConfig(
         str(folder), max_steps=2, per_device_train_batch_size=2, max_length=16, bf16=False, report_to="none",
         save_strategy="no", disable_tqdm=True, use_cpu=True, gradient_checkpointing=False,
@@ -54,7 +62,7 @@ def sft(folder: Path) -> dict[str, Any]:
         "SFTTrainer": trainer,
         "model": llama(),
         "args": args,
-        "data": Dataset.from_dict({"text": [" ".join(words[2:20])] * 8}),
+        "data": Dataset.from_dict({"text": [" ".join(WORDS[2:20])] * 8}),
     }
 
 
@@ -146,3 +154,35 @@ def test_an_example_trains(
 
 def test_each_example_of_the_page_is_run() -> None:
     assert PAGE.read_text().count("```python\n") == PAGE.read_text().count(MARK) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.requires("trl", "datasets")
+def test_grpo_writes_answers_and_learns_from_them_to_the_same_bits(tmp_path: Path) -> None:
+    """GIVEN a trainer that generates between its steps WHEN it has a budget THEN each step is counted, and planned."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from memwall.integrations import MemwallCallback
+
+    def trained(*callbacks: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        args = GRPOConfig(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=4, num_generations=2, max_completion_length=8,
+            bf16=False, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
+            gradient_checkpointing=False,
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            model=llama(),
+            reward_funcs=lambda completions, **_: [float(len(set(text.split()))) for text in completions],
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": [f"word{number} word{number + 1}" for number in range(16)]}),
+            processing_class=tokenizer_of_words(),
+            callbacks=list(callbacks),
+        )
+        trainer.train()
+        return [parameter.detach() for parameter in trainer.model.parameters()]
+
+    callback = MemwallCallback(budget="20GiB")
+    assert all(map(torch.equal, trained(callback), trained()))
+    assert callback.report().measured.steps == 3
