@@ -228,10 +228,11 @@ class Handler(Generic[A]):
         return None
 
     @classmethod
-    def begin_recording(cls, model: nn.Module, *, is_streamed: bool) -> InRecording | None:
+    def begin_recording(cls, model: nn.Module, settings: Settings, *, is_streamed: bool) -> InRecording | None:
         """Has the step that is about to be recorded run with the technique; None where it is recorded without.
 
         Args:
+            settings: what the user asked for.
             is_streamed: whether parameters are on disk until their own module is called.
         """
         return None

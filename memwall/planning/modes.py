@@ -24,7 +24,7 @@ def allowed_words(words: Sequence[str], *, option: str = "allow") -> tuple[str, 
     """Returns what is allowed: each word of a technique once, in a fixed order, after the mode if one was given.
 
     >>> allowed_words(["balanced"])
-    ('balanced', 'kernels')
+    ('balanced', 'kernels', 'graphs')
 
     Args:
         option: what an error calls it.

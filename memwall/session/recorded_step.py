@@ -252,7 +252,7 @@ class RecordedForms:
         """
         for technique, handler in allowed(settings.allow):
             if technique.tag not in self._present:
-                form = handler.begin_recording(model, is_streamed=is_streamed)
+                form = handler.begin_recording(model, settings, is_streamed=is_streamed)
                 if form is not None:
                     self._present[technique.tag] = form
 

@@ -122,7 +122,7 @@ def test_commands_and_options_are_pinned() -> None:
         (
             "run --budget 1GiB --allow precision,magic train.py",
             "--allow: 'magic' is not known; expected one or more of cpu-optimizer-step, "
-            "low-bit-optimizer, precision, kernels, low-bit-offload, or a mode: exact, balanced, smallest",
+            "low-bit-optimizer, precision, kernels, graphs, low-bit-offload, or a mode: exact, balanced, smallest",
         ),
         (
             "run --budget 1GiB --mode small train.py",
@@ -285,9 +285,12 @@ def test_allow_is_in_a_fixed_order() -> None:
 
 
 def test_a_mode_is_one_word_for_several() -> None:
-    everything = ("smallest", "cpu-optimizer-step", "low-bit-optimizer", "precision", "kernels", "low-bit-offload")
+    balanced = ("balanced", "kernels", "graphs")
+    everything = (
+        "smallest", "cpu-optimizer-step", "low-bit-optimizer", "precision", "kernels", "graphs", "low-bit-offload",
+    )  # fmt: skip
     assert options.parse_allow(None, "exact") == ("exact",)
-    assert options.parse_allow("kernels", "balanced") == options.parse_allow("balanced") == ("balanced", "kernels")
+    assert options.parse_allow("kernels", "balanced") == options.parse_allow("balanced") == balanced
     assert options.parse_allow("precision", "smallest") == everything
 
 

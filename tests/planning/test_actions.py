@@ -11,6 +11,7 @@ from memwall.planning.technique import techniques
 from memwall.planning.techniques.accumulate import Accumulate
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.autocast import Autocast
+from memwall.planning.techniques.compiled_graphs import CompiledGraphs
 from memwall.planning.techniques.cpu_step import StepOnCpu
 from memwall.planning.techniques.kernels import FusedKernels
 from memwall.planning.techniques.low_bit_state import LowBitState
@@ -37,6 +38,10 @@ EXAMPLES: dict[str, tuple[Action, tuple[str, str, str]]] = {
     "kernels": (
         FusedKernels(modules=("h.0.norm", "h.0.mlp"), chunk_rows=2048),
         ("fused kernels, logits 2,048 rows at a time", "2 modules, loss", "equivalent"),
+    ),
+    "compiled-graphs": (
+        CompiledGraphs(ratio=0.25),
+        ("compiled graphs save 25%", "compiled code", "equivalent"),
     ),
     "allocator": (AllocatorReuse(policy="tensor-heap"), ("allocator policy tensor-heap", "process", "bit-exact")),
     "optimizer-placement": (

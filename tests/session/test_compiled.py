@@ -1,8 +1,4 @@
-"""Compiled models train under a budget: compiled blocks are kept, recomputed or offloaded as a whole, to the same bits.
-
-Dynamo, AOTAutograd and its partitioner are torch's own. The graphs that they make run as they are, in place of code
-that g++ would take seconds to minutes for; each call is one operation, as that of inductor's code is.
-"""
+"""Compiled models train under a budget: compiled blocks are kept, recomputed or offloaded as a whole, bit for bit."""
 
 import copy
 import logging
@@ -11,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from compiled_regions import REGIONS
 from plans import plan_of
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._higher_order_ops import wrap
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import memwall
 from memwall.apply.memory.yielding import Yielding
@@ -56,25 +50,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-def region(graph: torch.fx.GraphModule, _: Any) -> Any:
-    """Runs the graph as inductor runs its code (torch/_inductor/output_code.py, `wrapped_callable`)."""
-
-    def run(inputs: list[Any]) -> Any:
-        given = tuple(inputs)
-        inputs.clear()
-        return graph(*given)
-
-    code = wrap.InductorCompiledCallable(run)
-
-    def call(inputs: list[Any]) -> Any:
-        return wrap.inductor_compiled_code(code, inputs) if is_in_torch_dispatch_mode() else run(inputs)
-
-    return make_boxed_func(lambda *inputs: call(list(inputs)))
-
-
-REGIONS = aot_autograd(fw_compiler=region, partition_fn=min_cut_rematerialization_partition)
 
 
 def in_place(model: nn.Module) -> nn.Module:

@@ -19,6 +19,7 @@ from memwall.torch_internals import (
     names,
     operators,
     optimizers,
+    partitioner,
     profiler,
     reducer,
     storages,
@@ -372,3 +373,41 @@ def test_nested_values_are_walked_through() -> None:
     assert trees.tree_flatten(nested)[0] == [1, 2.0]
     assert trees.tree_map(lambda value: value + 1, nested) == {"a": [2, (3.0,)]}
     assert trees.tree_map_only(int, lambda value: value + 1, nested) == {"a": [2, (2.0,)]}
+
+
+@pytest.mark.slow  # it imports the compiler
+def test_the_partitioner_saves_what_is_chosen_for_each_graph() -> None:
+    torch.compiler.reset()
+    seen: list[tuple[float, list[int]]] = []
+
+    def choose(saved_bytes: partitioner.SavedBytes, own: float) -> float:
+        seen.append((own, [saved_bytes(ratio) for ratio in (1.0, 0.5, 0.0)]))
+        return 0.0
+
+    def saved_by(model: nn.Module) -> int:
+        found: set[int] = set()
+        own = {parameter.data_ptr() for parameter in model.parameters()}
+        leaf = torch.ones(16, 64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (found.add(t.data_ptr()), t)[1], lambda t: t):
+            model(leaf).sum().backward()
+        return len(found - own - {leaf.data_ptr()})
+
+    layers = (layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU()))
+    model = torch.compile(nn.Sequential(*layers), backend="aot_eager_decomp_partition")
+    end = partitioner.cut_by(choose)
+    assert end is not None
+    num_saved = saved_by(model)  # type: ignore[arg-type]
+    end()
+    ((own, (whole, half, nothing)),) = seen
+    assert own == 1.0
+    assert whole > half > nothing == num_saved == 0
+
+    partitioner.start_over()
+    assert saved_by(model) > 0  # type: ignore[arg-type]
+    assert len(seen) == 1
+    partitioner.start_over()
+    end = partitioner.budget_ratio(0.0)
+    assert end is not None
+    assert saved_by(model) == 0  # type: ignore[arg-type]
+    end()
+    assert torch._functorch.config.activation_memory_budget == 1.0

@@ -8,6 +8,7 @@ from memwall.apply.effect import Effect
 from memwall.apply.kernels.head import chunk_rows_of
 from memwall.apply.kernels.patched import PatchedKernels, apply_kernels, patch_kernels
 from memwall.apply.technique import Handler, InRecording, Target, register
+from memwall.planning.settings import Settings
 from memwall.planning.techniques.kernels import TECHNIQUE, FusedKernels, can_use_kernels, kernels_in
 
 __all__ = ["KernelsEffect", "KernelsHandler"]
@@ -22,7 +23,7 @@ class KernelsHandler(Handler[FusedKernels]):
     _patched: PatchedKernels | None = None
 
     @classmethod
-    def begin_recording(cls, model: nn.Module, *, is_streamed: bool) -> InRecording | None:
+    def begin_recording(cls, model: nn.Module, settings: Settings, *, is_streamed: bool) -> InRecording | None:
         """Patches the model: with fused kernels its step is the leanest there is, and a plan made from it has them in.
 
         Whether the model's own modules would be faster is not asked: that would take a second recording, in which the

@@ -1,0 +1,106 @@
+"""Compiled graphs: a ratio that torch's partitioner is told when it cuts a graph in forward and backward."""
+
+import logging
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from memwall.apply.effect import Effect
+from memwall.apply.memory.graph_cuts import GraphCuts
+from memwall.apply.technique import Handler, InRecording, Target, register
+from memwall.errors import ApplyError
+from memwall.machine.meter import meter_of
+from memwall.machine.process_group import num_processes
+from memwall.planning.menu import WINDOW_BYTES
+from memwall.planning.settings import Settings
+from memwall.planning.techniques.compiled_graphs import CompiledGraphs
+from memwall.torch_internals.compiler import is_compiled, num_compiled
+from memwall.torch_internals.partitioner import budget_ratio, start_over
+from memwall.trace.records import Trace
+
+__all__ = ["CompiledGraphsEffect", "CompiledGraphsHandler"]
+
+_log = logging.getLogger(__name__)
+
+_SHARE = 0.5
+"""Part of the room that graphs may save: backward computes in the rest, and the compiler grows in it, too."""
+_cuts: WeakKeyDictionary[nn.Module, GraphCuts] = WeakKeyDictionary()
+"""How graphs of a model were cut: code that was compiled in an earlier recording is not compiled again in this one."""
+
+
+@register("compiled-graphs")
+class CompiledGraphsHandler(Handler[CompiledGraphs]):
+    """Tells the partitioner the plan's ratio, for what is compiled from then on."""
+
+    @classmethod
+    def begin_recording(cls, model: nn.Module, settings: Settings, *, is_streamed: bool) -> InRecording | None:
+        """Has graphs of the step that is recorded save what there is room for: it has to fit as those after it."""
+        if not any(map(is_compiled, model.modules())):
+            return None
+        if num_processes() > 1:
+            _log.warning("graphs are allowed, but left alone: each of several ranks would cut its own otherwise")
+            return None
+        meter = meter_of(model)
+
+        def room_bytes() -> int:
+            coming_bytes = sum(
+                p.numel() * p.element_size() for p in model.parameters() if p.requires_grad and p.grad is None
+            )
+            return int(_SHARE * (settings.budget_bytes - meter.now_bytes() - coming_bytes - WINDOW_BYTES))
+
+        return _recorded(model, GraphCuts(room_bytes, _cuts.get(model)))
+
+    @classmethod
+    def record_again(cls, model: nn.Module, trace: Trace, *, is_running: bool) -> InRecording | None:
+        """Has everything compiled once more, with less saved: a step has shown that its backward needs more room."""
+        cuts = _cuts.get(model)
+        if cuts is None or not cuts.recut():
+            return None
+        _log.info("no plan fits; the next step compiles again, with less saved")
+        start_over()
+        return _recorded(model, cuts)
+
+    def apply(self, target: Target) -> None:
+        undo = budget_ratio(self.action.ratio)
+        if undo is None:
+            raise ApplyError(
+                f"the plan has compiled graphs save {self.action.ratio:.0%}, and nothing here is compiled yet, or this "
+                "torch has no activation_memory_budget; compile the model before the run begins"
+            )
+        target.on_undo(undo)
+
+    def effect(self, target: Target) -> "CompiledGraphsEffect":
+        return CompiledGraphsEffect(self.action, _cuts.get(target.model))
+
+
+class CompiledGraphsEffect(Effect):
+    """Sees that graphs were compiled with the plan's ratio: in the recorded step, or since the plan was applied."""
+
+    def __init__(self, action: CompiledGraphs, cuts: GraphCuts | None) -> None:
+        self.name = f"compiled graphs that save {action.ratio:.0%}"
+        self.expected = "graphs are compiled that save no more"
+        self._is_cut = cuts is not None and cuts.ratio <= action.ratio
+        self._num_before = num_compiled()
+
+    def is_seen(self) -> bool:
+        return self._is_cut or num_compiled() > self._num_before
+
+    def contrary(self) -> str:
+        if self.is_seen():
+            return ""
+        return "nothing has been compiled since: the model was called before the run, or is not compiled"
+
+
+def _recorded(model: nn.Module, cuts: GraphCuts) -> InRecording | None:
+    if not cuts.is_possible:
+        _log.warning("graphs are allowed, but left alone: this torch's partitioner has other parts")
+        return None
+    _cuts[model] = cuts
+
+    def settled(settings: Settings, trace: Trace) -> Settings:
+        if cuts.ratio == 1.0:
+            return settings.with_standing(CompiledGraphs, None)
+        action = CompiledGraphs(ratio=cuts.ratio, saved_bytes=cuts.left_out_bytes)
+        return settings.with_standing(CompiledGraphs, action)
+
+    return InRecording(cuts.undo, settled)

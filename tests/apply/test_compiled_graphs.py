@@ -1,0 +1,135 @@
+"""Where it is allowed a compiled model's graphs save what the budget has room for; the rest is computed in backward."""
+
+import logging
+from collections.abc import Iterator
+from shutil import which
+from typing import Any
+
+import pytest
+import torch
+from compiled_regions import REGIONS
+from plans import plan_of
+from torch import Tensor, nn
+from torch._higher_order_ops import wrap
+
+import memwall
+from memwall.apply.techniques import compiled_graphs
+from memwall.errors import InfeasibleError, NoEffectError
+from memwall.machine.meter import process_bytes, return_free_memory
+from memwall.planning.techniques.compiled_graphs import CompiledGraphs
+from memwall.predict.curve import live_peak_bytes
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not hasattr(wrap, "InductorCompiledCallable"), reason="compiled code is no operation there yet"),
+]
+
+MIB = 1 << 20
+WIDTH, BATCH, LAYERS = 64, 8192, 12
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def train(model: nn.Module, num_steps: int = 3, **fit: Any) -> tuple[list[Tensor], Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop() -> None:
+        for number in range(num_steps):
+            batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number))
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if not fit:
+        loop()
+        return list(model.parameters()), None
+    with memwall.fit(model, optimizer, **fit) as session:
+        loop()
+    return list(model.parameters()), session
+
+
+@pytest.fixture
+def models(request: pytest.FixtureRequest) -> Iterator[nn.Module]:
+    """Yields equal models, each compiled by a compiler that has seen nothing."""
+    backend = getattr(request, "param", REGIONS)
+
+    def fresh() -> Iterator[nn.Module]:
+        while True:
+            torch.compiler.reset()
+            torch.manual_seed(0)
+            yield torch.compile(nn.Sequential(*(Layer() for _ in range(LAYERS))), backend=backend)  # type: ignore[misc]
+
+    return fresh()
+
+
+def budget(more_bytes: int) -> int:
+    return_free_memory()
+    return process_bytes() + more_bytes
+
+
+def cut_of(session: Any) -> CompiledGraphs:
+    (action,) = (each for each in session.plan.actions if isinstance(each, CompiledGraphs))
+    return action
+
+
+def live_bytes(session: Any) -> int:
+    return live_peak_bytes(session.trace.steps[0], "cpu")
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        pytest.param(REGIONS, id="graphs"),
+        pytest.param(
+            "inductor",
+            marks=[pytest.mark.slow(seconds=60), pytest.mark.skipif(which("g++") is None, reason="g++ is needed")],
+        ),
+    ],
+    indirect=True,
+)
+def test_graphs_save_what_there_is_room_for(models: Iterator[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    expected, free = train(next(models), budget="20GiB", allow=["graphs"])
+    assert free.plan.actions == ()
+    with caplog.at_level(logging.WARNING):
+        found, session = train(next(models), budget=budget(240 * MIB), allow=["graphs"])
+    assert not [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("memwall") and record.levelno >= logging.WARNING
+    ]
+    assert all(map(torch.equal, found, expected))
+    assert 0.1 <= cut_of(session).ratio < 1.0
+    assert live_bytes(session) <= live_bytes(free) - (cut_of(session).saved_bytes or 0) + 16 * MIB
+
+    planned, _ = train(next(models), plan=session.plan)
+    assert all(map(torch.equal, planned, expected))
+
+
+def test_a_step_that_does_not_fit_is_compiled_again_with_less_saved(
+    models: Iterator[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN room that was thought to be there WHEN the recorded step shows it is not THEN the graph is cut deeper."""
+    monkeypatch.setattr(compiled_graphs, "_SHARE", 100)
+    _, session = train(next(models), num_steps=5, budget=budget(140 * MIB), allow=["graphs"])
+    assert cut_of(session).ratio < 1.0
+    assert torch._functorch.config.activation_memory_budget == 1.0
+
+
+def test_a_plan_has_no_effect_on_a_model_that_was_called_before(models: Iterator[nn.Module]) -> None:
+    model = next(models)
+    model(torch.randn(BATCH, WIDTH)).sum().backward()
+    with pytest.raises(NoEffectError, match="nothing has been compiled since"):
+        train(model, plan=plan_of(model, CompiledGraphs(ratio=0.1)))
+
+
+def test_what_was_not_allowed_is_advised(models: Iterator[nn.Module]) -> None:
+    with pytest.raises(InfeasibleError, match="--allow graphs"):
+        train(next(models), budget=budget(40 * MIB))
