@@ -11,7 +11,9 @@ from typing import Any
 
 import gpu_child
 import gpu_device
+import gpu_truth_case
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 Case = tuple[str, str, str]
@@ -191,3 +193,20 @@ def test_what_is_not_exact_fails_the_benchmark(gpu_truth: ModuleType) -> None:
         "b: no L1 re-simulation: event 3",
         "a under x:1: no L2 equality: reserved_bytes: measured 1, simulated 2",
     ]
+
+
+def test_a_phantom_hears_that_positions_do_not_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a device on which all positions read as 0 THEN transformers makes no mask for packed sequences of them."""
+    from transformers import masking_utils
+
+    heard = []
+
+    def trained(*_: str) -> None:
+        heard.append(masking_utils.find_packed_sequence_indices(torch.zeros(2, 4, dtype=torch.int64)))
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(gpu_truth_case, "is_phantom", lambda: True)
+    monkeypatch.setattr(gpu_truth_case, "_trained", trained)
+    assert gpu_truth_case.measured("gpt2", "float32", "adamw-fused", used_bytes=0) == {"outcome": "out of memory"}
+    assert heard == [None]
+    assert masking_utils.find_packed_sequence_indices(torch.zeros(2, 4, dtype=torch.int64)) is not None

@@ -192,9 +192,9 @@ RECURRENT_RESULTS: dict[Any, Callable[..., Any]] = {
 
 
 def _forward_blocks(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Copies what is not positions first, and works in memory that it asks for ahead of what it keeps."""
+    """Copies what is not positions first, and works in memory that it asks for behind its results."""
     layer = _Layer(*args[6:-1])
-    return (*_copied(layer, args[0]), AheadOfResults(layer.workspace_bytes(args[0])))
+    return (*_copied(layer, args[0]), layer.workspace_bytes(args[0]))
 
 
 def _backward_blocks(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
