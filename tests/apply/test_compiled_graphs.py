@@ -1,6 +1,8 @@
 """Where it is allowed a compiled model's graphs save what the budget has room for; the rest is computed in backward."""
 
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from shutil import which
 from typing import Any
@@ -128,6 +130,16 @@ def test_a_plan_has_no_effect_on_a_model_that_was_called_before(models: Iterator
     model(torch.randn(BATCH, WIDTH)).sum().backward()
     with pytest.raises(NoEffectError, match="nothing has been compiled since"):
         train(model, plan=plan_of(model, CompiledGraphs(ratio=0.1)))
+
+
+def test_a_model_is_not_kept_alive_by_how_its_graphs_were_cut(models: Iterator[nn.Module]) -> None:
+    model = next(models)
+    train(model, num_steps=2, budget="20GiB", allow=["graphs"])
+    alive = weakref.ref(model)
+    del model
+    torch.compiler.reset()
+    gc.collect()
+    assert alive() is None
 
 
 def test_what_was_not_allowed_is_advised(models: Iterator[nn.Module]) -> None:

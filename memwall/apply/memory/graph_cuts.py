@@ -52,6 +52,7 @@ class GraphCuts:
 
     def undo(self) -> None:
         """Leaves the compiler to itself. Safe to call twice."""
+        self._room_bytes = lambda: 0  # it knows the model, which this does not keep alive
         if self._undo is not None:
             self._undo()
 
