@@ -14,8 +14,8 @@ __all__ = ["Cap", "Outcome", "Trial", "smallest_cap"]
 RESOLUTION_BYTES = 32 << 20
 RESOLUTION_SHARE = 0.01
 
-Outcome = Literal["finished", "out of memory", "hung", "failed"]
-"""All but the first count as not fitting."""
+Outcome = Literal["finished", "out of memory", "hung", "failed", "cut off"]
+"""All but the first count as not fitting, except for the last: the search's own time was over, which ends it."""
 
 
 class Trial(Struct, frozen=True, kw_only=True):
@@ -57,13 +57,15 @@ def smallest_cap(
         is_time_over: asked before each trial but the first.
 
     Returns:
-        None if the run does not finish under the raised ceiling either.
+        None if the run does not finish under the raised ceiling either, or was cut off before it finished once.
     """
     trials: list[Trial] = []
     for limit_bytes in (ceiling_bytes, ceiling_bytes * 11 // 10, ceiling_bytes * 121 // 100):
         trials.append(best := attempt(limit_bytes))
         if best.outcome == "finished":
             break
+        if best.outcome == "cut off":
+            return None
         floor_bytes = limit_bytes
     else:
         return None
@@ -72,6 +74,8 @@ def smallest_cap(
         trials.append(trial)
         if trial.outcome == "finished":
             best = trial
+        elif trial.outcome == "cut off":
+            break
         else:
             floor_bytes = trial.limit_bytes
     return Cap(

@@ -10,7 +10,7 @@ from itertools import repeat
 from typing import Any
 
 import msgspec
-from cap_search import Trial, smallest_cap
+from cap_search import Outcome, Trial, smallest_cap
 from gpu_child import Budget, CaseFailed, CaseHung, Child, prepared
 
 __all__ = ["CAP_CASES", "measure_caps"]
@@ -22,6 +22,10 @@ CAP_CASES: tuple[Case, ...] = (
     ("t5", "bfloat16", "adamw-fused"),
 )
 _MOST_SECONDS = 60.0
+
+
+class OutOfTimeError(CaseFailed):
+    """A trial was ended since the time of its part was over, which says nothing of the trial."""
 
 
 def measure_caps(
@@ -37,6 +41,8 @@ def measure_caps(
             with closing(_Trials(case, used_bytes, budget)) as trials:
                 rows.append(cap_row(case, trials.run, lambda: is_tiny or not budget.seconds))
             print(rows[-1], flush=True)
+        except OutOfTimeError:
+            not_reached.append(" ".join(case))
         except CaseFailed as error:
             failures.append(f"cap of {' '.join(case)} failed")
             print(error, file=sys.stderr, flush=True)
@@ -52,10 +58,20 @@ class _Trials:
         self._budget = budget
 
     def run(self, limit_bytes: int | None) -> dict[str, Any]:
-        """What a fresh process measured under a limit."""
+        """What a fresh process measured under a limit.
+
+        Raises:
+            OutOfTimeError: it had no answer when the time was over, of which it may have taken most to start.
+        """
         _, child = next(self._children)
         order = {"used_bytes": self._used_bytes(), "limit_bytes": limit_bytes}
-        measured: dict[str, Any] = child.answer(order, min(_MOST_SECONDS, self._budget.seconds + 10))["measured"]
+        try:
+            answer = child.answer(order, min(_MOST_SECONDS, self._budget.seconds + 10))
+        except CaseHung as error:
+            if not self._budget.seconds:
+                raise OutOfTimeError(str(error)) from None
+            raise
+        measured: dict[str, Any] = answer["measured"]
         return measured
 
     def close(self) -> None:
@@ -70,20 +86,28 @@ def cap_row(
 
     Raises:
         CaseFailed: the run without a limit did not finish, or not even with all that it reserved then.
+        OutOfTimeError: none finished under a limit before the time was over.
     """
+    outcomes: list[Outcome] = []
+
     free = run(None)
     if free["outcome"] != "finished":
         raise CaseFailed(f"{' '.join(case)} without a limit: {free['outcome']}")
 
     def attempt(limit_bytes: int) -> Trial:
+        seconds = 0.0
         try:
             found = run(limit_bytes)
+            outcome, seconds = found["outcome"], found.get("step_seconds", 0.0)
+        except OutOfTimeError:
+            outcome = "cut off"
         except CaseHung:
-            return Trial(limit_bytes=limit_bytes, outcome="hung", seconds=0.0)
+            outcome = "hung"
         except CaseFailed as error:
             print(error, file=sys.stderr, flush=True)
-            return Trial(limit_bytes=limit_bytes, outcome="failed", seconds=0.0)
-        return Trial(limit_bytes=limit_bytes, outcome=found["outcome"], seconds=found.get("step_seconds", 0.0))
+            outcome = "failed"
+        outcomes.append(outcome)
+        return Trial(limit_bytes=limit_bytes, outcome=outcome, seconds=seconds)
 
     # Whatever is live at once must be reserved: a byte less than that cannot do.
     cap = smallest_cap(
@@ -93,7 +117,12 @@ def cap_row(
         is_time_over=is_time_over,
     )
     if cap is None:
-        raise CaseFailed(f"{' '.join(case)} does not finish with the {free['reserved_bytes']} bytes that it reserved")
+        if outcomes[-1] == "cut off":
+            raise OutOfTimeError(f"{' '.join(case)}: its time was over before it finished under a limit")
+        reserved_bytes = free["reserved_bytes"]
+        raise CaseFailed(
+            f"{' '.join(case)} does not finish with the {reserved_bytes} bytes that it reserved: {', '.join(outcomes)}"
+        )
     return {
         **dict(zip(("family", "precision", "optimizer"), case, strict=True)),
         "quantity": "reserved bytes",

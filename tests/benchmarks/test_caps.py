@@ -5,7 +5,7 @@ from collections.abc import Callable
 import gpu_caps
 import pytest
 from cap_search import Outcome, Trial, smallest_cap
-from gpu_child import CaseFailed, CaseHung
+from gpu_child import Budget, CaseFailed, CaseHung
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -110,3 +110,55 @@ def test_a_trial_that_hangs_or_breaks_is_one_that_does_not_fit() -> None:
 def test_a_run_that_does_not_finish_without_a_limit_is_a_failure() -> None:
     with pytest.raises(CaseFailed, match="gpt2 float32 adamw-fused without a limit: out of memory"):
         gpu_caps.cap_row(CASE, lambda limit_bytes: {"outcome": "out of memory"}, lambda: False)
+
+
+def held(num_bytes: int) -> dict[str, object]:
+    """What a run says that finished."""
+    sizes = dict.fromkeys(("requested_bytes", "allocated_bytes", "reserved_bytes", "process_bytes"), num_bytes)
+    return {"outcome": "finished", **sizes, "step_seconds": 1.0}
+
+
+def test_a_case_whose_time_was_over_is_not_reached_and_not_one_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GIVEN a child that still starts when the time is over THEN nothing is said of the limit that it was to run under.
+
+    On an H100 a run was reported not to finish with what it had reserved: three trials of it had no time to start.
+    """
+    orders = []
+
+    class Starting:
+        def __init__(self, arguments: object) -> None: ...
+
+        def answer(self, order: dict[str, object], timeout_s: float) -> dict[str, object]:
+            orders.append(order["limit_bytes"])
+            if order["limit_bytes"] is None:
+                return {"measured": held(GIB)}
+            raise CaseHung("no answer")
+
+        def end(self) -> None: ...
+
+    clock = iter([0.0, 0.0, 0.0, 1.0])
+    monkeypatch.setattr(gpu_caps, "Child", Starting)
+    found = gpu_caps.measure_caps([CASE], lambda: 0, Budget(10, {}, lambda: next(clock, 11.0)))
+    assert orders == [None, GIB]
+    assert (found["failures"], found["not_reached"]) == ([], [" ".join(CASE)])
+
+
+def test_a_search_that_is_cut_off_keeps_what_it_has_found() -> None:
+    def run(limit_bytes: int | None) -> dict[str, object]:
+        if limit_bytes is not None and limit_bytes < GIB:
+            raise gpu_caps.OutOfTimeError("no answer")
+        return held(GIB) | {"requested_bytes": 600 * MIB}
+
+    row = gpu_caps.cap_row(CASE, run, lambda: False)
+    assert (row["cap_bytes"], row["is_resolved"]) == (GIB, False)
+    assert row["too_small_bytes"] < 600 * MIB
+
+
+def test_a_run_that_does_not_finish_with_what_it_reserved_says_how_it_ended() -> None:
+    def run(limit_bytes: int | None) -> dict[str, object]:
+        return held(GIB) if limit_bytes is None else {"outcome": "out of memory"}
+
+    with pytest.raises(CaseFailed, match=r"that it reserved: out of memory, out of memory, out of memory$"):
+        gpu_caps.cap_row(CASE, run, lambda: False)
