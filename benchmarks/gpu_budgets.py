@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_budgets.py [--seconds N] [--tiny] [--output FILE]
 
-Counted is what the device's driver says is in use at its highest in each step after the first: segments and context. A
-budget is kept, the forecast is within 2 % of what is counted, and the weights are those of the plain run bit for bit;
-a second plain run says whether the device repeats itself at all. Kernels are torch's deterministic ones.
+Counted is what the device's driver says is in use at its highest, segments and context, from where forward begins: in
+each step after the first. A budget is kept, the forecast is within 2 % of what is counted, and the weights are those of
+the plain run bit for bit; a second plain run says whether the device repeats itself at all. Kernels are torch's
+deterministic ones.
 """
 
 import argparse
