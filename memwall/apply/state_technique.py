@@ -49,7 +49,25 @@ class StateHandler(Handler[S]):
             )
         if target.optimizers:
             target.on_undo(target.keeper.bring_back, is_state=True)
-            self.place(target)
+            if target.is_stepping and not target.keeper.is_away:
+                self._place_after_step(target)
+            else:
+                self.place(target)
+
+    def _place_after_step(self, target: Target) -> None:
+        """Leaves the state to a step that has begun, from whose closure the plan is applied, and will use it.
+
+        In a hook of every optimizer, which run last: an optimizer that is going through its own gets no further one.
+        """
+        own, waits = target.optimizers[0], True
+
+        def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            nonlocal waits
+            if optimizer is own and waits:
+                waits = False
+                self.place(target)
+
+        target.on_undo(register_optimizer_step_post_hook(after_step).remove)
 
     def set_proving(self, target: Target, *, is_proving: bool) -> None:
         target.keeper.set_proving(is_proving)

@@ -92,6 +92,8 @@ class Target:
     """Whether the loop takes its micro-batches from the session."""
     is_running: bool = False
     """Whether the model's forward is being called right now, by a hook before it."""
+    is_stepping: bool = False
+    """Whether an optimizer's step runs right now, and has called its closure."""
     set_by_loop: tuple[str, ...] = ()
     """Tags of actions that the training loop carries out itself; they are left to it."""
     is_watched: bool = True

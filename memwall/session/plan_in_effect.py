@@ -159,6 +159,7 @@ class PlanInEffect:
             micro=self.micro,
             is_cooperative=self.is_cooperative,
             is_running=self._borders.in_first_forward,
+            is_stepping=self._borders.in_optimizer,
             set_by_loop=self._set_by_loop,
             optimizers=self._borders.optimizers,
             keeper=self.keeper,
