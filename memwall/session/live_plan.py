@@ -94,6 +94,7 @@ class LivePlan:
         """Whether a plan is for this rank's report alone, since no step follows it."""
         self._borders, self._measured, self._on_plan = borders, measured, on_plan
         self._forms = RecordedForms()
+        self._differentiates_backward = False
 
     @property
     def failure(self) -> MemwallError | None:
@@ -174,6 +175,7 @@ class LivePlan:
         assert self.recorded is not None
         self.trace, first = self.recorded.finish(self._borders.optimizers)
         first = with_evaluation(first, self.trace)
+        self._differentiates_backward = self.recorded.differentiates_backward
         self.stop_recording()
         self._measured.note_peak()  # planning begins another one
         self._measured.note_first_step(self.trace.steps[0].process_peak_bytes)
@@ -358,5 +360,6 @@ class LivePlan:
             held=held,
             can_move_state=can_place(optimizers),
             is_built_on_disk=here.parameters.is_watching and here.parameters.away_bytes > 0,
-            parameters_stay=why_not_streamed(model, optimizers) or "",
+            parameters_stay=why_not_streamed(model, optimizers)
+            or ("a backward is differentiated itself (create_graph=True)" if self._differentiates_backward else ""),
         )

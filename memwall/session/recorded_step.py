@@ -78,6 +78,8 @@ class RecordedStep:
         self._peak_before_optimizer_bytes = 0
         self.moved_bytes = 0
         """Saved tensors that left the device; known once the recording has ended."""
+        self.differentiates_backward = False
+        """Whether a backward of the step made a graph of itself (`create_graph=True`), as gradient penalties do."""
         self._builder: TraceBuilder | None = None
         self._parked: Parked | None = Parked(
             [model],
@@ -103,7 +105,7 @@ class RecordedStep:
             self._allocator.apply_tight(limit_bytes and max(limit_bytes - _BETWEEN_LOOKS_BYTES, 1), WINDOW_BYTES)
         self._builder = TraceBuilder(
             [self._model],
-            _UnderLimit(self._parked.engine, self._allocator),
+            _UnderLimit(self._parked.engine, self._allocator, self._unpacks),
             workspaces=workspaces_here(self._device),
         )
         # To look at parameters does not bring them in.
@@ -193,6 +195,9 @@ class RecordedStep:
             in_memory_bytes=in_memory_bytes,
             stays_from_bytes=self._parameters.stays_from_bytes,
         )
+
+    def _unpacks(self) -> None:
+        self.differentiates_backward |= torch.is_grad_enabled()  # in which autograd runs a backward for its own graph
 
     def stop(self) -> None:
         """Takes the recording away. Safe to call twice."""
@@ -292,8 +297,8 @@ class _UnderLimit:
     Saved tensors come by all through forward and backward.
     """
 
-    def __init__(self, parking: Parking, allocator: AllocatorHandler) -> None:
-        self._parking, self._allocator = parking, allocator
+    def __init__(self, parking: Parking, allocator: AllocatorHandler, unpacks: Callable[[], None]) -> None:
+        self._parking, self._allocator, self._unpacks = parking, allocator, unpacks
 
     def pack(self, tensor: Tensor, /) -> object:
         self._allocator.look_outside()
@@ -301,6 +306,7 @@ class _UnderLimit:
         return self._parking.pack(tensor)
 
     def unpack(self, saved: Any, /) -> Tensor:
+        self._unpacks()
         self._allocator.look_outside()
         self._allocator.hold_limit()
         return self._parking.unpack(saved)
