@@ -23,7 +23,7 @@ from memwall.trace.workspaces import Workspaces
 
 _TRAINING = (
     ("forward", "the model was not called with gradients on"),
-    ("backward", "loss.backward() was not called"),
+    ("backward", "loss.backward() was not called, or in another thread than the model"),
     ("optimizer", "optimizer.step() was not called"),
 )
 _EVALUATION = (("eval", "the model was not called with gradients off"),)

@@ -1,10 +1,13 @@
-"""How a script of the corpus is trained: plainly, and under each technique alone; and what came of it."""
+"""How a script of the corpus is trained: plainly, under each technique alone, under the planner's own choice; and how
+that came out."""
 
 import hashlib
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +20,7 @@ from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.planning.techniques.recompute import Recompute
 from scenarios.corpus import Scenario, Script
+from scenarios.own_choice import planner_choosing
 
 WINDOW_BYTES, MIN_BYTES = 4 << 20, 256
 
@@ -67,17 +71,20 @@ def _each(action_of: Callable[[str], list[Action]]) -> Callable[[tuple[str, ...]
     return lambda blocks: [action for block in blocks for action in action_of(block)]
 
 
-ARMS: dict[str, Callable[[tuple[str, ...]], list[Action]]] = {
+TECHNIQUES: dict[str, Callable[[tuple[str, ...]], list[Action]]] = {
     "recompute": _each(_recompute),
     "offload": _each(_offload),
     "offload-inputs": _each(_offload_inputs),
     "state-on-disk": _state,
     "parameters-on-disk": _parameters,
 }
+CHOICES = {"planner's choice at 70 %": 0.7, "planner's least": 0.0}
+"""By name, what part of the recorded step's bytes the planner gets; never less than the least that has a plan."""
+ARMS = (*TECHNIQUES, *CHOICES)
 
 
 def train(scenario: Scenario, arm: str | None, disk: Path) -> Result:
-    """Trains a scenario from the same seeds, under the arm's actions or plainly."""
+    """Trains a scenario from the same seeds, in the arm's way or plainly."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -86,8 +93,13 @@ def train(scenario: Scenario, arm: str | None, disk: Path) -> Result:
     if arm is None:
         losses.extend(float(script.step(number)) for number in range(scenario.num_steps))
         return Result(losses, _digest(script))
-    plan = plan_of(script.model, *ARMS[arm](scenario.blocks))
-    with memwall.fit(script.model, list(script.optimizers), plan=plan, disk=str(disk)) as session:
+    with ExitStack() as closing:
+        if arm in CHOICES:
+            closing.enter_context(planner_choosing(CHOICES[arm]))
+            way: dict[str, Any] = {"budget": "64GiB"}
+        else:
+            way = {"plan": plan_of(script.model, *TECHNIQUES[arm](scenario.blocks))}
+        session = closing.enter_context(memwall.fit(script.model, list(script.optimizers), disk=str(disk), **way))
         losses.extend(float(script.step(number)) for number in range(scenario.num_steps))
     return Result(losses, _digest(script), dict(session.measured.lost))
 

@@ -259,7 +259,7 @@ def backward_twice_through_a_retained_graph() -> Script:
     return stepping(model, gradients)
 
 
-@scenario()
+@scenario(refused=dict.fromkeys(("planner's choice at 70 %", "planner's least"), "or in another thread"))
 def backward_in_another_thread() -> Script:
     model = net()
 

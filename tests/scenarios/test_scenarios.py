@@ -1,4 +1,4 @@
-"""Every script of the corpus ends with the same bits under every technique, or in the one clear error it expects."""
+"""Every script of the corpus ends with the same bits in every way, or in the one clear error it expects."""
 
 from pathlib import Path
 
@@ -23,9 +23,10 @@ from scenarios.corpus import SCENARIOS
 pytestmark = pytest.mark.usefixtures("one_thread")
 _plain: dict[str, Result] = {}
 
-# Each script under one technique; the rest in `make test-all`.
+# Each script in one way, and where the planner's choice has shown a fault; the rest in `make test-all`.
+FAULTS = {("closure_of_adamw", "planner's choice at 70 %"), ("gradient_penalty", "planner's least")}
 CASES = [
-    (name, arm) if number % len(ARMS) == place else exhaustive(name, arm)
+    (name, arm) if number % len(ARMS) == place or (name, arm) in FAULTS else exhaustive(name, arm)
     for number, name in enumerate(SCENARIOS)
     for place, arm in enumerate(ARMS)
 ]
