@@ -11,6 +11,7 @@ from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
 from memwall.planning.menu import Costs
 from memwall.predict.call_rules import Treatment
+from memwall.predict.curve import step_seconds
 from memwall.predict.treatment import StepModel
 from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
@@ -81,18 +82,20 @@ def menu_names(
 
 
 @pytest.mark.parametrize(
-    ("op_seconds", "runs_ahead", "least", "most"),
+    ("op_seconds", "launch_seconds", "runs_ahead", "least", "most"),
     [
-        (1e-3, False, 650e-6, 650e-6),
-        (0.0, True, 650e-6, 650e-6),
+        (1e-3, 0.0, False, 650e-6, 650e-6),
+        (0.0, 0.0, True, 650e-6, 650e-6),
         # A device that is busy for longer than the host, by more or by less than Python's work takes.
-        (1e-3, True, 0.0, 0.0),
-        (12e-6, True, 400e-6, 649e-6),
+        (1e-3, 0.0, True, 0.0, 0.0),
+        (12e-6, 0.0, True, 400e-6, 649e-6),
+        # A host that was measured to issue operations slower than the device does them.
+        (1e-3, 2e-3, True, 650e-6, 650e-6),
     ],
-    ids=["host", "idle-device", "busy-device", "nearly-idle"],
+    ids=["host", "idle-device", "busy-device", "nearly-idle", "slow-host"],
 )
 def test_pythons_work_costs_what_the_device_does_not_hide(
-    op_seconds: float, runs_ahead: bool, least: float, most: float
+    op_seconds: float, launch_seconds: float, runs_ahead: bool, least: float, most: float
 ) -> None:
     torch.manual_seed(0)
     trace = record(
@@ -105,7 +108,8 @@ def test_pythons_work_costs_what_the_device_does_not_hide(
         num_steps=1,
     )
     ops = tuple(msgspec.structs.replace(op, seconds=op_seconds) for op in trace.steps[0].ops)
-    step = msgspec.structs.replace(trace.steps[0], ops=ops)
+    step = msgspec.structs.replace(trace.steps[0], ops=ops, launch_seconds=launch_seconds)
+    assert step_seconds(step) == pytest.approx(max(op_seconds, launch_seconds) * len(ops))
     blocks = tuple(block for block in find_blocks(trace, step) if block.path in "123")
     model = StepModel(step, trace.names, blocks)
     costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1024, can_offload=False, runs_ahead=runs_ahead)
