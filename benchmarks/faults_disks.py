@@ -74,8 +74,8 @@ def _on_a_cut_disk(
         there = Forked(disk.beside, way).ended(180)
     if there is None:
         yield "hangs", ""
-    else:  # of a file system that the kernel has made read-only a later process does not know why
-        yield _outcome(there, plain, (2, 6) if "read-only" in there.said.lower() else (6,)), there.said
+    else:
+        yield _outcome(there, plain, (6,)), there.said
 
 
 def _from_what_is_left(

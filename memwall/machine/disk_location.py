@@ -5,8 +5,9 @@ import logging
 import os
 import tempfile
 
-from memwall.errors import StoreError
+from memwall.errors import OffloadIOError, StoreError
 from memwall.mounts import mount_of
+from memwall.store.backend import refused
 from memwall.units import format_bytes
 
 _RAM_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
@@ -24,13 +25,17 @@ def check_directory(path: str | os.PathLike[str], needed_bytes: int = 0) -> None
     """Checks that `path` can hold `needed_bytes` of offloaded bytes.
 
     Raises:
+        OffloadIOError: its disk fails, or the kernel has stopped writes to it.
         StoreError: it is missing, no directory, not writable, in RAM, or too full; the message says what to do.
     """
     shown = os.fspath(path)
-    if not os.path.exists(shown):
+    try:
+        os.stat(shown)
+    except OSError as error:
+        _raise_if_failing(shown, error)
         raise StoreError(
             f"--disk {shown}: this directory does not exist; create it (mkdir -p {shown}) or give another one"
-        )
+        ) from error
     if not os.path.isdir(shown):
         raise StoreError(f"--disk {shown}: this is a file; give a directory on a disk with free space")
     filesystem = filesystem_of(shown)
@@ -80,6 +85,7 @@ def _check_writable(shown: str) -> None:
         with tempfile.TemporaryFile(dir=shown):
             pass
     except OSError as error:
+        _raise_if_failing(shown, error)
         if error.errno == errno.EROFS:
             problem, advice = "its filesystem is mounted read-only", "remount it or give another directory"
         elif error.errno in {errno.ENOSPC, errno.EDQUOT}:
@@ -88,3 +94,9 @@ def _check_writable(shown: str) -> None:
             problem = f"no file can be created there ({os.strerror(error.errno or 0)})"
             advice = "change its permissions or give a directory that you may write to"
         raise StoreError(f"--disk {shown}: {problem}; {advice}") from error
+
+
+def _raise_if_failing(shown: str, error: OSError) -> None:
+    found = refused(f"--disk {shown}", error, path=shown, advice="")
+    if isinstance(found, OffloadIOError):
+        raise found from error

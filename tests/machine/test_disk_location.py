@@ -1,14 +1,16 @@
 """A directory for offloaded bytes is judged before the run, in words that say what to do."""
 
+import errno
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from memwall import mounts
-from memwall.errors import StoreError
+from memwall.errors import OffloadIOError, StoreError
 from memwall.machine.disk_location import check_directory, default_directory, filesystem_of
 from memwall.machine.disk_probe import probe_disk
 
@@ -90,6 +92,36 @@ def test_a_read_only_filesystem(tmp_path: Path) -> None:
         )
     finally:
         subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("mount", "filesystem", "exit_status"), [("rw", "ro,errors=remount-ro", 6), ("ro", "ro", 2)], ids=["kernel", "user"]
+)
+def test_a_disk_that_the_kernel_has_stopped_writes_to_has_failed(
+    mount: str, filesystem: str, exit_status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, mountinfo = tmp_path.stat().st_dev, tmp_path / "mountinfo"
+    numbers = f"{os.major(device)}:{os.minor(device)}"
+    mountinfo.write_text(f"42 27 {numbers} / {tmp_path} {mount} shared:1 - ext4 /dev/loop0 {filesystem}\n")
+    monkeypatch.setattr(mounts, "_MOUNTINFO", mountinfo)
+    monkeypatch.setattr(tempfile, "TemporaryFile", _failing(errno.EROFS))
+    with pytest.raises(StoreError, match="ead-only") as caught:
+        check_directory(tmp_path)
+    assert caught.value.exit_status == exit_status
+
+
+def test_a_disk_that_does_not_answer_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("memwall.machine.disk_location.os.stat", _failing(errno.EIO))
+        with pytest.raises(OffloadIOError, match="Input/output error"):
+            check_directory("/mnt/gone")
+
+
+def _failing(number: int) -> Callable[..., object]:
+    def fail(*_: object, **__: object) -> object:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def test_an_unknown_filesystem_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
