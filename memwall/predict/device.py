@@ -14,9 +14,9 @@ import torch
 from memwall.machine.hardware import Hardware
 from memwall.predict.cuda.translate import not_modelled
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice, advise
-from memwall.predict.cuda_allocator.allocator_events import events_of_steps
+from memwall.predict.cuda_allocator.allocator_events import EventTrace, events_of_steps
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, parse_settings
-from memwall.predict.cuda_allocator.step_peaks import NUM_STEADY, step_peaks
+from memwall.predict.cuda_allocator.step_peaks import NUM_STEADY, event_peaks
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.process import Process, Resident
@@ -36,6 +36,7 @@ MARGIN_BASIS = (
 )
 # Other settings of the allocator join a plan that would fit without them if they free so much of what is reserved.
 _NOTABLE_SHARE = 0.05
+_NUM_KNOWN = 3
 
 
 def margin_bytes(hardware: Hardware, reserved_bytes: int, largest_convolution_bytes: int) -> int:
@@ -50,12 +51,13 @@ def margin_bytes(hardware: Hardware, reserved_bytes: int, largest_convolution_by
 
 def convolution_bytes(trace: Trace) -> int:
     """Returns the bytes that a step's largest convolution reads and writes: its library's workspace grows with them."""
+    names = {number for number, name in enumerate(trace.names) if "convolution" in name}
     return max(
         (
             sum(step.storages[number].nbytes for number in {*op.inputs, *op.outputs})
             for step in trace.steps
             for op in step.ops
-            if "convolution" in trace.names[op.name]
+            if op.name in names
         ),
         default=0,
     )
@@ -83,22 +85,33 @@ class DeviceModel(Process):
         self.profile, self._note = profile_for(torch_version or str(torch.__version__))
         self._trace, self._hardware = trace, hardware
         self._convolution_bytes = convolution_bytes(trace)
+        self._known: dict[int, tuple[Step, EventTrace]] = {}
+        """Requests of the last few steps to the allocator, by the identity of the storages that decide them."""
+        self._untreated: dict[int, Resident] = {}
+        """Their forecasts, in the same way."""
 
     def free(self, step: Step) -> Resident:
         return self.untreated(step)
 
     def untreated(self, step: Step) -> Resident:
         """Forecasts the step with the allocator's caching, from the first step on."""
-        peaks = step_peaks((as_first(step), step), self.profile)
-        return self.bare(step) if peaks is None else self._resident(max(peak.reserved_bytes for peak in peaks))
+        events, key = self._events(step), id(step.storages)
+        if key not in self._untreated:
+            peaks = event_peaks(events, self.profile)
+            reserved = None if peaks is None else max(peak.reserved_bytes for peak in peaks)
+            self._untreated[key] = self.bare(step) if reserved is None else self._resident(reserved)
+        return self._untreated[key]
 
     def treated(self, step: Step, limit_bytes: int) -> Resident:
         """Forecasts the same; under `allocator_advice` if only that keeps to the limit, or it frees a notable share."""
         plain = self.untreated(step)
+        least_bytes = (1 - _NOTABLE_SHARE) * self.reserved_bytes(plain.process_bytes)
+        if plain.process_bytes <= limit_bytes and live_peak_bytes(step, "cuda") > least_bytes:
+            return plain  # whatever the settings, they free no notable share
         settings = parse_settings(self.allocator_advice.settings, self.profile)
         peaks = None
         if settings != AllocatorSettings():
-            peaks = step_peaks((as_first(step), step), self.profile, settings=settings)
+            peaks = event_peaks(self._events(step), self.profile, settings=settings)
         if peaks is None:
             return plain
         steered = self._resident(max(peak.reserved_bytes for peak in peaks))
@@ -119,9 +132,21 @@ class DeviceModel(Process):
 
     @cached_property
     def allocator_advice(self) -> AllocatorAdvice:
-        steady = steady_step(self._trace)
-        events = events_of_steps((as_first(steady), steady), num_repeats=NUM_STEADY)
+        events = self._events(steady_step(self._trace))
         return advise(events, self.profile.version, total_bytes=self._hardware.usable_bytes)
+
+    def _events(self, step: Step) -> EventTrace:
+        """Returns the requests of a first step and of steady ones after it."""
+        key = id(step.storages)
+        known = self._known.get(key)
+        if known is None or len(known[0].ops) != len(step.ops):
+            if len(self._known) == _NUM_KNOWN:
+                oldest = next(iter(self._known))
+                del self._known[oldest]
+                self._untreated.pop(oldest, None)
+            self._untreated.pop(key, None)
+            self._known[key] = known = step, events_of_steps((as_first(step), step), num_repeats=NUM_STEADY)
+        return known[1]
 
     def bare(self, step: Step) -> Resident:
         return self._resident(live_peak_bytes(step, "cuda"))

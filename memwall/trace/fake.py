@@ -6,7 +6,6 @@ view); what a CUDA device does differently is put in afterwards.
 """
 
 import copy
-import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -26,6 +25,7 @@ from memwall.torch_internals.fake import (
     without_truncated_sampling,
 )
 from memwall.torch_internals.trees import tree_map
+from memwall.trace.collector import without_collector
 from memwall.trace.fake_values import KnownValues
 from memwall.trace.op_work import OpWork
 from memwall.trace.optimizers import leaves_foreach_to_torch
@@ -138,7 +138,7 @@ def fake_run(
         raise UsageError(f"mask_share is {mask_share}; expected a share between 0 and 1")
     place = _Place()
     with ExitStack() as contexts:
-        contexts.enter_context(_without_collector())
+        contexts.enter_context(without_collector())
         contexts.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(0)
         contexts.enter_context(quiet_fake_tensors())
@@ -164,18 +164,6 @@ def fake_run(
         if choices is not None:
             contexts.enter_context(choices)
         yield FakeRun(builder, model, optimizer, tuple(made))
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keeps Python from looking for cycles: a fifth of the time of a long step, and nothing here has bytes."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Place:

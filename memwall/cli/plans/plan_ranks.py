@@ -106,12 +106,14 @@ def show_ranks(
     from memwall.planning.ranks.search import infeasible_ranks, plan_ranks
     from memwall.report.ranks_grids import ranks_grids
     from memwall.report.text import plan_report, tables_of
+    from memwall.trace.collector import without_collector
     from memwall.trace.workload_facts import workload_facts
 
     link = None if asked.link is None else link_named(asked.link)
-    made, ranks = plan_ranks(
-        trace, settings, num_ranks=asked.num_ranks, num_ranks_per_node=asked.num_ranks_per_node, link=link
-    )
+    with without_collector():
+        made, ranks = plan_ranks(
+            trace, settings, num_ranks=asked.num_ranks, num_ranks_per_node=asked.num_ranks_per_node, link=link
+        )
     if made is None:
         error: InfeasibleError = infeasible_ranks(ranks, trace, settings)
         if as_json:

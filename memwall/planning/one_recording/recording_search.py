@@ -22,6 +22,7 @@ from memwall.planning.settings import Settings
 from memwall.planning.technique import techniques
 from memwall.predict.curve import step_seconds
 from memwall.predict.device import DeviceModel
+from memwall.predict.process import Process
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
@@ -39,11 +40,18 @@ class RecordingSearch:
 
     Args:
         plain: the search for the recording that this one is compared with, if there is one.
+        process: replays steps of the trace, where one does that already.
     """
 
-    def __init__(self, trace: Trace, settings: Settings, plain: "RecordingSearch | None" = None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        settings: Settings,
+        plain: "RecordingSearch | None" = None,
+        process: Process | None = None,
+    ) -> None:
         self.trace, self.settings, self._plain = trace, settings, plain
-        self._inputs = inputs = SearchInputs(trace, settings)
+        self._inputs = inputs = SearchInputs(trace, settings, process)
         self.steady, self._process = inputs.steady, inputs.process
         self.has_margin = True
         """Whether a plan must leave room for the forecast's error."""

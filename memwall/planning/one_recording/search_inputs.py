@@ -25,11 +25,12 @@ class SearchInputs:
         plain_fault_seconds: of its seconds, what another way of reusing memory can save.
     """
 
-    def __init__(self, trace: Trace, settings: Settings) -> None:
+    def __init__(self, trace: Trace, settings: Settings, process: Process | None = None) -> None:
         self.trace, self.settings = trace, settings
-        self.process: Process = (
-            live_process(trace, settings.held) if settings.hardware is None else DeviceModel(trace, settings.hardware)
-        )
+        if process is None:
+            hardware = settings.hardware
+            process = live_process(trace, settings.held) if hardware is None else DeviceModel(trace, hardware)
+        self.process: Process = process
         recorded = steady_step(trace)
         self.steady = smoothed(recorded, find_blocks(trace, recorded))
         self.plain_fault_seconds = min(

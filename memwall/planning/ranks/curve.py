@@ -8,8 +8,7 @@ from memwall.planning.settings import Settings
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.device import DeviceModel
 from memwall.predict.sharding.network import network_of
-from memwall.trace.records import Trace
-from memwall.trace.steps import steady_step
+from memwall.predict.sharding.units import TraceUnits
 from memwall.trace.workload_facts import workload_facts
 
 NUMBERS = (1, 2, 4, 8, 16, 64, 512)
@@ -17,23 +16,23 @@ NUMBERS = (1, 2, 4, 8, 16, 64, 512)
 
 
 def curve_over_ranks(
-    trace: Trace, settings: Settings, *, num_ranks_per_node: int, link: NodeLink | None
+    units: TraceUnits, settings: Settings, *, num_ranks_per_node: int, link: NodeLink | None
 ) -> tuple[CurvePoint, ...]:
     """Returns a point for each number of ranks that there is a network for: without a link, of one node."""
     assert settings.hardware is not None
-    steady = steady_step(trace)
+    trace, steady = units.trace, units.steady
     process = DeviceModel(trace, settings.hardware)
     live_bytes = live_peak_bytes(steady, trace.device)
     reserved_share = process.reserved_bytes(process.untreated(steady).process_bytes) / max(1, live_bytes)
     return tuple(
-        _point(trace, settings, num_ranks, num_ranks_per_node, link, reserved_share)
+        _point(units, settings, num_ranks, num_ranks_per_node, link, reserved_share)
         for num_ranks in NUMBERS
         if num_ranks <= num_ranks_per_node or (link is not None and num_ranks % num_ranks_per_node == 0)
     )
 
 
 def _point(
-    trace: Trace,
+    units: TraceUnits,
     settings: Settings,
     num_ranks: int,
     num_ranks_per_node: int,
@@ -42,11 +41,12 @@ def _point(
 ) -> CurvePoint:
     assert settings.hardware is not None
     network = network_of(settings.hardware, num_ranks=num_ranks, num_ranks_per_node=num_ranks_per_node, link=link)
+    trace = units.trace
     samples = trace.micro_batch * trace.num_micro_batches * num_ranks
     tokens = workload_facts(trace).tokens_per_sample
     best: CurvePoint | None = None
     least_bytes = 0
-    for one in (OneKind(kind, trace, settings, network) for kind in KINDS):
+    for one in (OneKind(kind, units, settings, network) for kind in KINDS):
         if one.why_not or one.changes_numerics:
             continue
         if best is not None and one.least_seconds >= (best.step_seconds or 0.0):
@@ -57,14 +57,15 @@ def _point(
             least_bytes = min(least_bytes or process_bytes, process_bytes)
             seconds = step_seconds(one.cost.step) + added + one.cost.exposed_seconds
             fits = one.fits_in_budget(process_bytes)
+            per_second = samples / seconds if seconds else 0.0  # a trace without seconds has none to add
             if fits and (best is None or seconds < (best.step_seconds or 0.0)):
                 best = CurvePoint(
                     num_ranks=num_ranks,
                     words=one.kind.words,
                     process_bytes=process_bytes,
                     step_seconds=seconds,
-                    samples_per_second=samples / seconds or None,
-                    tokens_per_second=None if tokens is None else samples * tokens / seconds,
+                    samples_per_second=per_second or None,
+                    tokens_per_second=None if tokens is None else per_second * tokens,
                     is_recomputed=is_recomputed,
                 )
             if fits:

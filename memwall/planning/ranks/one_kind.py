@@ -15,10 +15,9 @@ from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.device import DeviceModel
 from memwall.predict.sharding.kind import RankCost
 from memwall.predict.sharding.network import Network
-from memwall.predict.sharding.units import find_units
+from memwall.predict.sharding.units import TraceUnits
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
-from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
 
 # Budgets that are tried in search of one that holds, each so much larger.
@@ -29,13 +28,13 @@ class OneKind:
     """Answers about one kind of sharding.
 
     Args:
-        trace: a translated step of one process with the batch of one rank.
+        units: of a translated step of one process with the batch of one rank.
         settings: with the device; the tier's capacity is that of one rank.
     """
 
-    def __init__(self, kind: AnySharding, trace: Trace, settings: Settings, network: Network) -> None:
-        self.kind, self._network = kind, network
-        self._plain, self._settings = trace, _with_communicators(settings, kind, network)
+    def __init__(self, kind: AnySharding, units: TraceUnits, settings: Settings, network: Network) -> None:
+        self.kind, self._units, self._network = kind, units, network
+        self._plain, self._settings = units.trace, _with_communicators(settings, kind, network)
         self.found: Candidate | None = None
         self.fits = False
         self.is_searched = False
@@ -45,7 +44,7 @@ class OneKind:
     @cached_property
     def cost(self) -> RankCost:
         """Returns the steady step of a rank, and what it costs besides."""
-        return self._cost(steady_step(self._plain))
+        return self._cost(self._units.steady)
 
     @cached_property
     def why_not(self) -> str:
@@ -100,13 +99,9 @@ class OneKind:
     def search(self, *, has_margin: bool = True) -> None:
         """Looks for the cheapest plan that fits, with room for the forecast's error or without it."""
         self.is_searched = True
-        least_bytes = self._search.smallest_bytes()
-        if not has_margin:
-            least_bytes -= self.process.margin_bytes(least_bytes)
-        if least_bytes <= self._settings.budget_bytes:
-            self._search.has_margin = has_margin
-            self.found = self._search.best()
-            self.fits = has_margin and self.found is not None
+        self._search.has_margin = has_margin
+        self.found = self._search.best()
+        self.fits = has_margin and self.found is not None
 
     @property
     def needed_bytes(self) -> int:
@@ -122,7 +117,8 @@ class OneKind:
             return False
         needed_bytes = self.needed_bytes
         for _ in range(_MOST_ROUNDS):
-            if RecordingSearch(self._trace, replace(self._search.settings, budget_bytes=needed_bytes)).best():
+            settings = replace(self._search.settings, budget_bytes=needed_bytes)
+            if RecordingSearch(self._trace, settings, process=self.process).best():
                 break
             needed_bytes = int(needed_bytes * _NEXT_BUDGET)
         self._settled_bytes = needed_bytes
@@ -156,7 +152,7 @@ class OneKind:
 
     @cached_property
     def _trace(self) -> Trace:
-        steady = steady_step(self._plain)
+        steady = self._units.steady
         steps = tuple(self.cost.step if step is steady else self._cost(step).step for step in self._plain.steps)
         return replace(self._plain, steps=steps)
 
@@ -170,10 +166,11 @@ class OneKind:
                 can_move_state=self.kind.moves_state,
                 tier_capacity_bytes=None if capacity is None else max(1, capacity - self.cost.host_bytes),
             ),
+            process=self.process,
         )
 
     def _cost(self, step: Step) -> RankCost:
-        return self.kind.cost(self._plain, step, find_units(self._plain, step), self._network)
+        return self.kind.cost(self._plain, step, self._units.of(step), self._network)
 
 
 def _with_communicators(settings: Settings, kind: AnySharding, network: Network) -> Settings:

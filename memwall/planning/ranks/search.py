@@ -20,9 +20,8 @@ from memwall.planning.ranks.one_kind import OneKind
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
 from memwall.predict.sharding.network import Network, network_of
-from memwall.predict.sharding.units import find_units
+from memwall.predict.sharding.units import TraceUnits
 from memwall.trace.records import Trace
-from memwall.trace.steps import steady_step
 from memwall.trace.workload_facts import workload_facts
 from memwall.units import format_bytes, format_seconds
 
@@ -50,7 +49,8 @@ def plan_ranks(
     hardware = settings.hardware
     assert hardware is not None
     network = network_of(hardware, num_ranks=num_ranks, num_ranks_per_node=num_ranks_per_node, link=link)
-    kinds = [OneKind(kind, trace, settings, network) for kind in KINDS]
+    units = TraceUnits(trace)
+    kinds = [OneKind(kind, units, settings, network) for kind in KINDS]
     open_kinds = [one for one in kinds if not one.why_not]
     for one in open_kinds:
         if one.fits_plain:
@@ -64,16 +64,16 @@ def plan_ranks(
     if best is None:
         _settle_least(open_kinds)
         best = _inside_margin(open_kinds)
-    units = tuple(unit.path for unit in find_units(trace, steady_step(trace)) if not unit.is_root)
+    paths = tuple(unit.path for unit in units.of(units.steady) if not unit.is_root)
     classes = {module.path: module.class_name for module in trace.modules if not module.is_leaf}
     forecast = RanksForecast(
         network=network,
         link=None if link is None or network.num_nodes == 1 else link.name,
         chosen=None if best is None else best.kind,
-        units=units,
-        block_classes=tuple(dict.fromkeys(classes[path] for path in units if path in classes)),
+        units=paths,
+        block_classes=tuple(dict.fromkeys(classes[path] for path in paths if path in classes)),
         choices=tuple(_choice(one, best, trace, network) for one in kinds),
-        curve=curve_over_ranks(trace, settings, num_ranks_per_node=num_ranks_per_node, link=link),
+        curve=curve_over_ranks(units, settings, num_ranks_per_node=num_ranks_per_node, link=link),
     )
     if best is None:
         return None, forecast
@@ -159,7 +159,7 @@ def _choice(one: OneKind, best: OneKind | None, trace: Trace, network: Network) 
             return replace(choice, reason=f"needs {needed} at least, margin included")
         return replace(choice, reason=f"needs {needed} as it is; under any plan it is slower than {best.kind.words}")
     seconds = one.seconds()
-    samples = trace.micro_batch * trace.num_micro_batches * network.num_ranks / seconds
+    samples = trace.micro_batch * trace.num_micro_batches * network.num_ranks / seconds if seconds else 0.0
     tokens = workload_facts(trace).tokens_per_sample
     return replace(
         choice,

@@ -21,6 +21,7 @@ How the link is timed, conservatively where the executor is free to do better:
 """
 
 from collections.abc import Sequence
+from operator import getitem
 
 from msgspec import Struct
 
@@ -45,10 +46,7 @@ class Evaluation(Struct, frozen=True, kw_only=True):
 def evaluate(instance: Instance, options: Sequence[int]) -> Evaluation:
     """Returns what choosing `options` (one index per block, in block order) does."""
     chosen = [block.options[option] for block, option in zip(instance.blocks, options, strict=True)]
-    held_bytes = (
-        row.fixed_bytes + sum(held[option] for held, option in zip(row.held, options, strict=True))
-        for row in instance.rows
-    )
+    held_bytes = (row.fixed_bytes + sum(map(getitem, row.held, options)) for row in instance.rows)
     peak_bytes = max(held_bytes, default=0)
     moved_bytes = sum(option.moved_bytes for option in chosen)
     room_bytes = instance.link.capacity_bytes if instance.link else 0

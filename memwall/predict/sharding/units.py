@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from memwall.trace.records import Module, ModuleCall, Step, Trace
+from memwall.trace.steps import steady_step
 
 
 class ShardUnit(Struct, frozen=True, kw_only=True):
@@ -102,6 +103,23 @@ def find_units(trace: Trace, step: Step) -> tuple[ShardUnit, ...]:
         )
         for module in sorted(held, key=lambda m: (m != 0, _first(calls[m])))
     )
+
+
+class TraceUnits:
+    """Finds the units of a trace's steps once, for all kinds of sharding and numbers of ranks.
+
+    Attributes:
+        steady: the step that repeats; the trace's last, or made from it.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace, self.steady = trace, steady_step(trace)
+        steps = {id(step): step for step in (*trace.steps, self.steady)}
+        self._found = {key: find_units(trace, step) for key, step in steps.items()}
+
+    def of(self, step: Step) -> tuple[ShardUnit, ...]:
+        """Returns the units of one of the trace's steps, or of the steady one."""
+        return self._found[id(step)]
 
 
 def _unit_at(op: int, calls: dict[int, tuple[ModuleCall, ...]]) -> int:

@@ -1,6 +1,7 @@
 """The choice among ways to divide a model: none that fits is passed over."""
 
 from functools import cache
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,11 +10,15 @@ from msgspec.structs import replace
 from torch import nn
 
 from memwall.machine.hardware import hardware_named
+from memwall.planning.ranks.kinds import KINDS
 from memwall.planning.ranks.search import infeasible_ranks, plan_ranks
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.accumulate import Accumulate
+from memwall.predict import device
 from memwall.predict.cuda.translate import recording_for, translated
+from memwall.predict.sharding import units
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.slow
@@ -66,6 +71,17 @@ def test_whoever_follows_the_refusal_has_a_plan_that_fits(splits: bool) -> None:
     made, _ = plan_ranks(trace, settings(told_bytes, splits=splits), num_ranks=8, num_ranks_per_node=8, link=None)
     assert made is not None
     assert made.forecast.fits
+
+
+def test_no_step_is_put_to_the_allocator_twice_and_units_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a budget that every way keeps to as it is THEN a way's step is simulated once, for whatever asks for it."""
+    trace = traced(64)
+    found, simulated = Mock(wraps=units.find_units), Mock(wraps=device.events_of_steps)
+    monkeypatch.setattr(units, "find_units", found)
+    monkeypatch.setattr(device, "events_of_steps", simulated)
+    plan_ranks(trace, settings(36 * GIB), num_ranks=8, num_ranks_per_node=8, link=None)
+    assert found.call_count == len({id(step) for step in (*trace.steps, steady_step(trace))})
+    assert simulated.call_count <= 1 + len(KINDS)  # the one process's, for the curve
 
 
 def test_whoever_raises_a_budget_without_margin_as_told_has_one() -> None:
