@@ -64,8 +64,11 @@ def _workspace_bytes(
 def flatten_weights(model: nn.Module) -> None:
     """Lays the weights of each recurrent layer in one buffer, as moving it to CUDA does (`flatten_parameters`)."""
     for layer in model.modules():
-        weights = list(layer.parameters()) if isinstance(layer, nn.RNNBase) else []
-        if isinstance(layer, nn.RNNBase) and {weight.dtype for weight in weights} in ({each} for each in _FLATTENED):
+        if not isinstance(layer, nn.RNNBase):
+            continue
+        weights = [weight for stacked in layer.all_weights for weight in stacked]
+        is_plain = all(isinstance(weight, nn.Parameter) for weight in weights)  # and not computed from others
+        if is_plain and {weight.dtype for weight in weights} in ({each} for each in _FLATTENED):
             num_stacked = layer.num_layers * (1 + layer.bidirectional)
             buffer = torch.empty(num_elements(weights, num_stacked), dtype=weights[0].dtype)
             for weight, part in zip(weights, parts_of(buffer, weights), strict=True):

@@ -79,6 +79,14 @@ def test_weights_and_their_gradients_lie_in_one_buffer_each(run: Callable[..., T
         assert [each.nbytes for each in step.storages if each.category == category] == [nbytes]
 
 
+def test_weights_that_are_computed_stay_where_they_are(
+    run: Callable[..., Trace], numbers_of: Callable[..., list[int]]
+) -> None:
+    trace = run(lambda: nn.utils.parametrizations.weight_norm(lstm(), "weight_hh_l0"))
+    assert numbers_of(trace, trace.steps[-1], "_cudnn_rnn")
+    assert len([each for each in trace.steps[-1].storages if each.category == "parameter"]) == 5
+
+
 def test_weights_of_bfloat16_are_gathered_in_every_call(run: Callable[..., Trace]) -> None:
     """Source: torch/backends/cudnn/__init__.py; torch warns of it on the device."""
     step = run(lstm, dtype=torch.bfloat16).steps[-1]
