@@ -50,6 +50,16 @@ def test_kernels_that_cudnn_compiles_as_it_runs_are_among_its_choices() -> None:
     assert held - weight.nbytes == 48_168_960
 
 
+@pytest.mark.phantom(card="h100-80gb", cudnn="real", numbers=False)
+def test_cudnn_has_an_engine_for_attention() -> None:
+    query = torch.zeros(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        y = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    y.backward(torch.zeros_like(y))
+    assert query.grad is not None
+    assert query.grad.shape == query.shape
+
+
 @pytest.mark.phantom(cudnn="real")
 def test_values_are_the_cpus_whatever_cudnn_chooses() -> None:
     layer = torch.nn.Conv2d(4, 4, 3)
