@@ -55,15 +55,15 @@ def _sizes(record: AllocatorRecord) -> list[tuple[str, int]]:
     return [(action, num_bytes) for action, _, num_bytes, _, _ in record.events]
 
 
-def case_row(both: Both, row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a case's steady peaks on the device, on the phantom, and as the translation foresaw them."""
+def case_row(both: Both, row: dict[str, Any], hardware: str) -> dict[str, Any]:
+    """Returns a case's steady peaks on the device, on the phantom, and as the translation foresees them now."""
     case = (row["family"], row["precision"], row["optimizer"])
-    found = json.loads(both.run(("gpu_truth_case.py", *case), "", on_phantom=True))["measured"]
+    found = json.loads(both.run(("gpu_truth_case.py", *case, "--device", hardware), "", on_phantom=True))
     return {
         "case": "/".join(case),
         "device_bytes": {name: row["measured"][name] for name in QUANTITIES},
-        "phantom_bytes": {name: found[name] for name in QUANTITIES},
-        "translated_bytes": {name: row["predicted"][name] for name in QUANTITIES[1:]},
+        "phantom_bytes": {name: found["measured"][name] for name in QUANTITIES},
+        "translated_bytes": {name: found["predicted"][name] for name in QUANTITIES[1:]},
     }
 
 
@@ -83,7 +83,7 @@ def main() -> int:
         "device": truth["device"],
         "torch": str(torch.__version__),
         "histories": [history_row(both, record) for record in records.values()],
-        "zoo": [case_row(both, row) for row in truth["rows"]],
+        "zoo": [case_row(both, row, truth["hardware"]) for row in truth["rows"]],
     }
     for place in ("phantom", "translated"):
         for name in QUANTITIES[1:]:
