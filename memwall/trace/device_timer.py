@@ -41,9 +41,14 @@ class _Timed(NamedTuple):
 
 
 class DeviceTimer:
-    """Times the operations of one step."""
+    """Times the operations of one step.
 
-    def __init__(self) -> None:
+    Args:
+        device: where they run, which need not be the current one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._keys: dict[int, Hashable] = {}
         self._timed: dict[Hashable, list[_Timed]] = {}
         self._host_seconds: list[float] = []
@@ -61,13 +66,15 @@ class DeviceTimer:
         is_known = len(timed) >= _MOST_TRIES or sum(one.was_alone for one in timed) >= _ENOUGH
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         if not is_known:
-            keep_busy(_AHEAD_CYCLES)
-            begin.record()
+            with torch.cuda.device(self._device):
+                keep_busy(_AHEAD_CYCLES)
+                begin.record()
         begun = time.perf_counter()
         yield
         host_seconds = time.perf_counter() - begun
         if not is_known:
-            end.record()
+            with torch.cuda.device(self._device):
+                end.record()
             timed.append(_Timed(index, begin, end, host_seconds, was_alone=not begin.query()))
         self._host_seconds.append(host_seconds)
 
@@ -84,7 +91,8 @@ class DeviceTimer:
         """
         if not self._keys:
             return {}
-        nothing_seconds = _seconds_of_nothing()
+        with torch.cuda.device(self._device):
+            nothing_seconds = min(_seconds_of_nothing() for _ in range(_MOST_TRIES))
         found: dict[Hashable, float] = {}
         rates: tuple[list[float], list[float]] = ([], [])
         for key, timed in self._timed.items():
@@ -94,11 +102,12 @@ class DeviceTimer:
                 num_bytes, flops = work_of(alone[0].number)
                 if found[key] > 0 and num_bytes >= _LEAST_BYTES:
                     rates[flops > 0].append((flops or num_bytes) / found[key])
+        unknown_seconds = 0.0 if found else float("inf")  # nothing is told apart where the device always waited
         for key, timed in self._timed.items():
             if key not in found:
                 num_bytes, flops = work_of(timed[0].number)
                 known = rates[flops > 0]
-                least_seconds = (flops or num_bytes) / median(known) if known else float("inf")
+                least_seconds = (flops or num_bytes) / median(known) if known else unknown_seconds
                 found[key] = min(_without_host(one, nothing_seconds, least_seconds) for one in timed)
         return {index: found[key] for index, key in self._keys.items()}
 

@@ -8,7 +8,7 @@ see what backward keeps, and module hooks say whose forward is running. The reco
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -147,10 +147,10 @@ class StepRecorder(TorchDispatchMode):
         """While recording; None before and after."""
         self._root_ids = {id(model) for root in roots for model in models_of(root)}
         self._gathered = Gathered(roots)
-        parameters = (parameter for root in roots for parameter in root.parameters())
-        self._is_on_cuda = seconds_of is None and any(parameter.is_cuda for parameter in parameters)
+        places = (parameter.device for root in roots for parameter in root.parameters())
+        device = next((place for place in places if place.type == "cuda"), None)
+        self._device_timer = DeviceTimer(device) if device is not None and seconds_of is None else None
         self._units: set[int] = set()
-        self._device_timer = DeviceTimer()
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
@@ -206,10 +206,11 @@ class StepRecorder(TorchDispatchMode):
     def finish(self, optimizers: Optimizers) -> EventLog:
         """Ends recording and settles what only the end of the step can tell: gradients, state, device times."""
         self.stop()
-        for index, seconds in self._device_timer.settle(self.log.work_of).items():
-            self.log.ops[index].seconds = seconds
-        self.log.launch_seconds = self._device_timer.launch_seconds
-        self._device_timer = DeviceTimer()
+        timer, self._device_timer = self._device_timer, None
+        if timer is not None:
+            for index, seconds in timer.settle(self.log.work_of).items():
+                self.log.ops[index].seconds = seconds
+            self.log.launch_seconds = timer.launch_seconds
         for root in self.table.roots:
             for parameter in root.parameters():
                 if parameter.grad is not None:
@@ -368,10 +369,13 @@ class StepRecorder(TorchDispatchMode):
         begin = time.perf_counter()
         with self.workspaces.measuring(whole, inputs, args, kwargs) as workspace:
             log.workspaces(index, workspace.ahead)
-            key = (Workspaces.key_of(whole, inputs), _numbers(args)) if self._is_on_cuda else None
+            timing: AbstractContextManager[None] = nullcontext()
+            if self._device_timer is not None:
+                key = (Workspaces.key_of(whole, inputs), _numbers(args))
+                timing = self._device_timer.timing(index, key)
             if is_code:
                 inputs.clear()  # the code lets go of what it needs no longer, and so must whoever watches
-            with nullcontext() if key is None else self._device_timer.timing(index, key):
+            with timing:
                 out = func(*args, **kwargs)
         seconds = time.perf_counter() - begin
         flops = 0 if is_code else num_flops(func, args, kwargs, out)

@@ -14,7 +14,13 @@ from memwall.trace.trace_builder import TraceBuilder
 
 KERNEL_SECONDS = 5e-6
 ON_A_BUSY_HOST: Any = pytest.mark.phantom(
-    card="h100-80gb", order="timed", time="roofline", numbers=False, host_share=1, kernel_ns=int(KERNEL_SECONDS * 1e9)
+    card="h100-80gb",
+    devices=2,
+    order="timed",
+    time="roofline",
+    numbers=False,
+    host_share=1,
+    kernel_ns=int(KERNEL_SECONDS * 1e9),
 )
 
 
@@ -41,9 +47,10 @@ def test_a_device_is_kept_busy() -> None:
 
 
 @ON_A_BUSY_HOST
-def test_small_kernels_take_what_the_device_takes_and_not_what_recording_does() -> None:
-    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh()))).cuda()
-    step, names = recorded(model, torch.zeros(8, 64, device="cuda"))
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_small_kernels_take_what_the_device_takes_and_not_what_recording_does(device: str) -> None:
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh()))).to(device)
+    step, names = recorded(model, torch.zeros(8, 64, device=device))
     tanh = [op.seconds for op in step.ops if names[op.name] == "aten.tanh.default"]
     assert len(tanh) == 8
     assert tanh == pytest.approx([KERNEL_SECONDS] * 8, rel=0.2)
