@@ -1,0 +1,113 @@
+"""Bytes of a rank, foreseen and metered: DDP and FSDP2 by each way to reshard, plain, recomputed and offloaded.
+
+    python benchmarks/ranks_bytes.py                 # two and four gloo processes on a CPU; two minutes
+
+The forecast is that of `memwall plan --ranks`, made from the step of one process; the measure is the most bytes that
+tensors hold at once in a step of a rank, looked at after each operation, on the rank that holds most. Every block is
+recomputed, or all its saved tensors of a size leave. Writes results/cpu/ranks_bytes.json and the table of
+docs/ranks.md.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from revision import commit
+
+from memwall.planning.blocks import find_blocks
+from memwall.planning.ranks.forecast import AnySharding
+from memwall.predict.call_rules import Treatment
+from memwall.predict.curve import live_peak_bytes
+from memwall.predict.sharding.ddp import Ddp
+from memwall.predict.sharding.fsdp2 import Fsdp2
+from memwall.predict.sharding.units import find_units
+from memwall.predict.treatment import StepModel
+from memwall.trace.steps import steady_step
+from memwall.trace.trace_builder import record
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from sharded_runs import network_for, ranked_plan, workload  # noqa: E402
+
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "cpu" / "ranks_bytes.json", ROOT / "docs" / "ranks.md"
+NUM_BLOCKS, MIN_BYTES, MIB = 4, 1 << 16, 1 << 20
+FORMS: dict[str, Treatment | None] = {
+    "plain": None,
+    "recompute": Treatment(recompute=True),
+    "offload": Treatment(offload=True, min_bytes=MIN_BYTES),
+}
+KINDS: dict[int, dict[str, AnySharding]] = {
+    2: {"ddp": Ddp(), "ddp-views": Ddp(are_views=True), "fsdp2": Fsdp2(), "fsdp2-kept": Fsdp2(reshard="no")},
+    4: {"fsdp2-node": Fsdp2(reshard="node")},
+}
+
+
+def made_batch() -> torch.Tensor:
+    return torch.randint(0, 2048, (8, 128), generator=torch.Generator().manual_seed(0))
+
+
+def foreseen(num_ranks: int, folder: Path) -> dict[str, int]:
+    """Returns the peak of each cell, and leaves a plan for each kind."""
+    trace = record(dataclasses.replace(workload(), batch=made_batch))
+    step, network = steady_step(trace), network_for(num_ranks, 2)
+    units = find_units(trace, step)
+    found = {}
+    for name, kind in KINDS[num_ranks].items():
+        paths = tuple(unit.path for unit in units if not unit.is_root)
+        ranked_plan(kind, network, units=paths).save(folder / name)
+        of_rank = kind.cost(trace, step, units, network).step
+        model = StepModel(of_rank, trace.names, find_blocks(trace, of_rank))
+        blocks = [f"blocks.{number}" for number in range(NUM_BLOCKS)]
+        for form, treatment in FORMS.items():
+            treated = {} if treatment is None else dict.fromkeys(blocks, treatment)
+            found[f"{name}, {form}"] = live_peak_bytes(model.treated(treated), "cpu")
+    return found
+
+
+def measured(num_ranks: int, folder: Path) -> list[dict[str, int]]:
+    """Returns what each rank of a run found."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    child = [str(Path(__file__).with_name("ranks_bytes_child.py")), str(folder), *KINDS[num_ranks]]
+    subprocess.run([*launch, *child], check=True, timeout=580, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def table(cells: dict[str, Any]) -> str:
+    """Returns the rows of docs/ranks.md."""
+    lines = ["| by | ranks | " + " | ".join(FORMS) + " |", "| --- | --- | " + " | ".join("---" for _ in FORMS) + " |"]
+    for num_ranks, kinds in KINDS.items():
+        for name, kind in kinds.items():
+            row = []
+            for form in FORMS:
+                cell = cells[f"{name}, {form}"]
+                error = 100 * (cell["predicted_bytes"] / cell["measured_bytes"] - 1)
+                row.append(f"{cell['measured_bytes'] / MIB:.1f} MiB, {error:+.1f} %")
+            lines.append(f"| {kind.words} | {num_ranks} | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    cells: dict[str, Any] = {}
+    for num_ranks in KINDS:
+        with tempfile.TemporaryDirectory() as folder:
+            predicted = foreseen(num_ranks, Path(folder))
+            ranks = measured(num_ranks, Path(folder))
+        for name, num_bytes in predicted.items():
+            most_bytes = max(of_rank[name] for of_rank in ranks)
+            cells[name] = {"predicted_bytes": num_bytes, "measured_bytes": most_bytes, "num_ranks": num_ranks}
+    about = {"tag": "cpu-measured", "torch": torch.__version__, "commit": commit(), "cells": cells}
+    RESULTS.write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
+    before, _, rest = PAGE.read_text().partition("<!-- bytes: begin -->\n")
+    _, _, after = rest.partition("<!-- bytes: end -->")
+    PAGE.write_text(f"{before}<!-- bytes: begin -->\n{table(cells)}\n<!-- bytes: end -->{after}")
+    print(table(cells))
+
+
+if __name__ == "__main__":
+    main()
