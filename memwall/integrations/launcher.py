@@ -159,7 +159,11 @@ def run_script(
     except OutOfMemoryError as error:
         if checkpoint is not None and session.budget_bytes:
             raise note_failure(
-                checkpoint.run_directory, session.budget_bytes, error, num_before=num_failures
+                checkpoint.run_directory,
+                session.budget_bytes,
+                error,
+                num_before=num_failures,
+                is_committed=checkpoint.steps_done > 0,
             ) from error
         raise
     finally:

@@ -44,7 +44,7 @@ def read_next_budget(directory: str | Path, budget_bytes: int | None) -> NextBud
 
 
 def note_failure(
-    directory: str | Path, budget_bytes: int, failure: OutOfMemoryError, *, num_before: int
+    directory: str | Path, budget_bytes: int, failure: OutOfMemoryError, *, num_before: int, is_committed: bool = True
 ) -> OutOfMemoryError:
     """Leaves what follows from a failure in a training step; returns the same error, which says how to go on.
 
@@ -53,12 +53,15 @@ def note_failure(
     Args:
         directory: of the whole run, where `read_next_budget` looks on all ranks.
         num_before: failures before this process began, under the same budget.
+        is_committed: whether there is a step to go on from.
 
     Raises:
         StoreError: the file cannot be read or written.
     """
     if not failure.next_budget_bytes:
-        return failure
+        if not is_committed:
+            return failure
+        return _with_advice(failure, "go on from the last committed step by the same command with --resume")
     number, within_bytes, there = num_before + 1, failure.next_budget_bytes, _left_in(directory)
     if there is not None and (there.budget_bytes, there.num_failures) == (budget_bytes, number):
         within_bytes = min(within_bytes, there.within_bytes)
@@ -67,9 +70,16 @@ def note_failure(
         file.write(msgspec.json.encode(left))
     if number > MAX_ATTEMPTS:
         return failure
-    return OutOfMemoryError(
-        f"{failure}; or go on from the last committed step: the same command with --resume plans for that, attempt "
+    return _with_advice(
+        failure,
+        "or go on from the last committed step: the same command with --resume plans for that, attempt "
         f"{number} of {MAX_ATTEMPTS}",
+    )
+
+
+def _with_advice(failure: OutOfMemoryError, advice: str) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"{failure}; {advice}",
         phase=failure.phase,
         asked_bytes=failure.asked_bytes,
         held_bytes=failure.held_bytes,

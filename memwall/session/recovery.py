@@ -216,6 +216,7 @@ class Recovery:
             budget_bytes=self._live.budget_bytes,
             reason=reason,
             next_budget_bytes=_budget_after(plan, found) if plan is not None and has_next else 0,
+            foreseen="" if plan is None else _foreseen(plan),
         )
 
     def explained(self, error: BaseException) -> OutOfMemoryError | None:
@@ -270,6 +271,11 @@ def _budget_after(plan: Plan, found: Exhaustion) -> int:
     budget_bytes = min(found.held_bytes, _foreseen_bytes(plan) - found.asked_bytes) + margin_bytes
     least_bytes = (plan.forecast.smallest_feasible_budget_bytes or 1) - margin_bytes
     return budget_bytes if budget_bytes >= max(least_bytes, 1) else 0
+
+
+def _foreseen(plan: Plan) -> str:
+    holds = "".join(f", with the most {reason}" for reason in plan.forecast.binding[:1])
+    return f"the plan foresees {format_bytes(_foreseen_bytes(plan))}{holds}"
 
 
 def _foreseen_bytes(plan: Plan) -> int:

@@ -46,6 +46,9 @@ def test_it_goes_on_within_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert told in page
     assert f"memwall run --resume {' '.join(options(tmp_path))} --report" in page
     assert "memwall: out of memory in the forward of step 3: 1.0 MiB could not be had while the process held" in error
+    assert re.search(
+        r"; the plan foresees [\d.]+ [MG]iB, with the most memory at \w+ in .*: [\d.]+ .iB of tensors", error
+    )
     assert "the same command with --resume plans for that, attempt 1 of 3" in error
     status, error = run(tmp_path, "passes", str(tmp_path / "found"))
     assert status == 0
@@ -58,6 +61,14 @@ def test_it_goes_on_within_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert f"margin in a budget of {format_bytes(within_bytes, rounding='down')}" in said
     expected, found = load_file(tmp_path / "expected"), load_file(tmp_path / "found")
     assert all((expected[name] == found[name]).all() for name in expected)
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_what_has_no_smaller_plan_goes_on_from_what_is_committed(tmp_path: Path, is_committed: bool) -> None:
+    failure = OutOfMemoryError("out", phase="forward", asked_bytes=1, held_bytes=1)
+    told = str(note_failure(tmp_path, 5000, failure, num_before=0, is_committed=is_committed))
+    assert ("go on from the last committed step by the same command with --resume" in told) == is_committed
+    assert read_next_budget(tmp_path, 5000) is None
 
 
 def test_a_rank_leaves_it_where_all_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

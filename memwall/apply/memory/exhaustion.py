@@ -57,7 +57,7 @@ def exhaustion_of(error: BaseException, phase: Phase, meter: Meter) -> Exhaustio
 
 
 def as_error(
-    found: Exhaustion, *, num_steps: int, budget_bytes: int, reason: str, next_budget_bytes: int
+    found: Exhaustion, *, num_steps: int, budget_bytes: int, reason: str, next_budget_bytes: int, foreseen: str = ""
 ) -> OutOfMemoryError:
     """Returns the error that ends a run.
 
@@ -65,6 +65,7 @@ def as_error(
         num_steps: that were complete.
         reason: why a training step cannot be done again.
         next_budget_bytes: the budget to run again with, 0 if there is none for which less is needed.
+        foreseen: what was foreseen of a training step, and what holds most in it.
     """
     asked = format_bytes(found.asked_bytes) if found.asked_bytes else "memory"
     budget = f" of a budget of {format_bytes(budget_bytes, rounding='down')}" if budget_bytes else ""
@@ -75,6 +76,7 @@ def as_error(
         reason, advice, next_budget_bytes = "the training batch and its plan stay as they are", elsewhere, 0
     else:
         where = f"in the {found.phase} of step {num_steps + 1}"
+        budget += f"; {foreseen}" if foreseen else ""
         advice = "use a smaller batch and accumulate, or give the process more memory"
         if next_budget_bytes:
             advice = "run again with a budget of "
