@@ -7,7 +7,6 @@ import tempfile
 
 from memwall.errors import OffloadIOError, StoreError
 from memwall.mounts import mount_of
-from memwall.store.backend import refused
 from memwall.units import format_bytes
 
 _RAM_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
@@ -97,6 +96,8 @@ def _check_writable(shown: str) -> None:
 
 
 def _raise_if_failing(shown: str, error: OSError) -> None:
+    from memwall.store.backend import refused  # which a script that fits anyway does without
+
     found = refused(f"--disk {shown}", error, path=shown, advice="")
     if isinstance(found, OffloadIOError):
         raise found from error
