@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import compiled_graphs
 import faults
 import faults_instants
 import knob_report
@@ -284,6 +285,15 @@ def test_what_moments_in_8_bits_cost_is_what_was_measured() -> None:
         moved = f"{row['moved_bytes'] / 2**20:,.0f} MiB"
         assert f"| {disk} | {row['arm']} | {moments} | {moved} | {seconds} | {peaks} |" in page
         assert row["is_plain_loss"] != row["is_low_bit"]
+
+
+def test_what_a_compiled_graph_that_saves_less_takes_is_what_was_measured() -> None:
+    page, rows = (ROOT / "docs" / "compiled.md").read_text(), result("compiled_graphs")["rows"]
+    for row in rows:
+        assert compiled_graphs.line(row) in page
+        assert row["is_plain_weights"]
+        peaks = max(row["first_step_peak_bytes"], row["steady_peak_bytes"])
+        assert peaks <= row.get("budget_bytes", peaks)
 
 
 def test_what_packing_is_worth_on_a_slow_disk_is_what_was_measured() -> None:
