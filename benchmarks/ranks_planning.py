@@ -1,6 +1,6 @@
 """How long a plan for many ranks takes, and how much memory: processor seconds and peak of `memwall plan --ranks`.
 
-    python benchmarks/ranks_planning.py              # two models on 512 ranks; three minutes
+    python benchmarks/ranks_planning.py              # two models on 512 ranks; two minutes
 
 Llama 3 of 8 and 70 billion parameters, sequences of 4096 tokens, on H100s of 80 GB in DGX nodes, all ways to divide the
 model. No device is there. Seconds are those of the processor, start of the process included, so that other work on the
