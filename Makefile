@@ -4,8 +4,8 @@
 #   make test-all   those, and all combinations and repetitions, and the tests of benchmarks
 #   make test-benchmarks   the tests of the programs in benchmarks/
 #   make mutations   bring back faults that were mended, and see that tests find each
-#   make test-recipes   the small form of each recipe, plain and under its budget; PEFT, in a folder of its own. What
-#       pages print of cards that are not here takes minutes more: pytest tests/recipes -k as_printed
+#   make test-recipes   the small form of each recipe, plain and under its budget; PEFT and bitsandbytes, in a folder
+#       of their own. What pages print of cards that are not here takes minutes more: pytest tests/recipes -k as_printed
 #   make test-kernels   the tests that need triton, which a folder of its own gets (Linux; 285 MB once)
 #   make test-low-bit   the tests that need torchao, which a folder of its own gets (26 MB once)
 #   make test-torch RELEASE=2.11.0   the unit tests with another release of torch, in an environment of its own (5 GB
@@ -49,7 +49,8 @@ FUZZ_SECONDS := 300
 READERS ?=
 TORCHAO := 0.18.0
 PEFT := 0.21.2
-PEFT_FOLDER := .venv/peft-$(PEFT)
+BITSANDBYTES := 0.50.2
+PEFT_FOLDER := .venv/peft-$(PEFT)-$(BITSANDBYTES)
 SPHINX := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
 SITE := .venv/site
 FRAMEWORKS := .venv/frameworks
@@ -186,12 +187,12 @@ $(TORCHAO_FOLDER)/.installed: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TORCHAO_FOLDER) torchao==$(TORCHAO)
 	touch $@
 
-# transformers imports PEFT wherever it finds it, so only these tests do.
+# transformers imports these wherever it finds them, so only these tests do.
 test-recipes: $(PEFT_FOLDER)/.installed
 	PYTHONPATH=$(CURDIR)/$(PEFT_FOLDER) $(PYTEST) tests/recipes -k 'not as_printed'
 
 $(PEFT_FOLDER)/.installed: | $(STAMP)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(PEFT_FOLDER) peft==$(PEFT)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(PEFT_FOLDER) peft==$(PEFT) bitsandbytes==$(BITSANDBYTES)
 	touch $@
 
 unit: $(STAMP)

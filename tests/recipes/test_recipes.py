@@ -101,7 +101,9 @@ def test_what_it_costs_is_what_was_measured_or_planned(recipe: Path) -> None:
 def test_the_tiny_variant_trains_the_same_weights(recipe: Path, tmp_path: Path) -> None:
     """GIVEN a recipe's tiny commands WHEN they run THEN each trains what the plain script does, losses and weights."""
     missing = [
-        name for name in ("transformers", "peft") if _imports(recipe, name) and not importlib.util.find_spec(name)
+        name
+        for name in ("transformers", "peft", "bitsandbytes")
+        if _imports(recipe, name) and not importlib.util.find_spec(name)
     ]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}; make test-recipes has it")
