@@ -14,14 +14,15 @@ stat::number_of_executed_units: 17244
 """
 
 
-def test_seconds_and_files_are_libfuzzers() -> None:
-    assert fuzzing.read_statistics(SHOWN) == {"seconds": 301, "num_files": 17244}
-    assert fuzzing.read_statistics("Uncaught Python exception") == {"seconds": 0, "num_files": 0}
+def test_files_are_counted_by_libfuzzer() -> None:
+    assert fuzzing.num_files(SHOWN) == 17244
+    assert fuzzing.num_files("Uncaught Python exception") == 0
 
 
-def test_a_shorter_call_takes_no_longer_ones_place_and_a_failure_takes_any() -> None:
+def test_calls_add_up_and_begin_anew_with_a_failure_and_with_its_mend() -> None:
     record = fuzzing.with_found({}, "trace", {"seconds": 301, "num_files": 10, "num_failed": 0})
-    assert fuzzing.with_found(record, "trace", {"seconds": 60, "num_files": 5, "num_failed": 0}) == record
+    record = fuzzing.with_found(record, "trace", {"seconds": 60, "num_files": 5, "num_failed": 0})
+    assert record["readers"]["trace"] == {"seconds": 361, "num_files": 15, "num_failed": 0}
     failed = fuzzing.with_found(record, "trace", {"seconds": 2, "num_files": 1, "num_failed": 1})
     assert failed["readers"]["trace"]["num_failed"] == 1
     mended = fuzzing.with_found(failed, "trace", {"seconds": 60, "num_files": 5, "num_failed": 0})
@@ -52,5 +53,6 @@ def test_the_folder_is_meant_from_where_the_call_is_made(tmp_path: Path, monkeyp
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", called)
-    assert fuzzing.fuzzed("plan", Path("kept"), 300) == {"seconds": 301, "num_files": 17244, "num_failed": 0}
+    found = fuzzing.fuzzed("plan", Path("kept"), 300)
+    assert (found["num_files"], found["num_failed"]) == (17244, 0)
     assert str(tmp_path / "kept") in given

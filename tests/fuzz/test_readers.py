@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from fuzz.corpus import keep, kept
 from fuzz.readers import READERS, check
 from fuzz.seeds import seeds
 from fuzz.structured import mutated
@@ -43,6 +44,30 @@ def test_files_with_other_values_are_refused_or_read(
         for number in range(_NUM_MUTANTS):
             draw = random.Random(number)
             check(name, mutated(seed, draw, lambda data, draw=draw: _changed_bytes(data, draw)), folder)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_fuzzing_has_found_is_refused_or_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN the files by which fuzzing reached each part of a reader THEN none does what a reader may not do."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    found = kept(name)
+    assert found
+    for content in found:
+        check(name, content, folder)
+
+
+def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
+    """GIVEN an archive WHEN one reader's files are found anew THEN the other's stay, and the same files are the same
+    archive."""
+    archive = tmp_path / "corpus.tar.xz"
+    keep({"plan": [b"b", b"a"], "run": [b"r"]}, ("plan", "run"), archive)
+    keep({"plan": [b"c"]}, ("plan", "run"), archive)
+    assert (kept("plan", archive), kept("run", archive)) == ([b"c"], [b"r"])
+    before = archive.read_bytes()
+    keep({"plan": [b"c"]}, ("plan", "run"), archive)
+    assert archive.read_bytes() == before
 
 
 def test_what_a_reader_may_not_do_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
