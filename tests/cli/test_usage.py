@@ -265,9 +265,11 @@ def test_percentage_of_a_run_is_of_its_rank_s_device(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=(4000, 8000)[index])
-    )
+
+    def properties(device: torch.device | int) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=(4000, 8000)[device if isinstance(device, int) else device.index])
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     assert options.parse_budget("25%") == 2000
 
 
