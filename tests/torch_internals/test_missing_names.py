@@ -131,6 +131,7 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
         "torch._C.DispatchKey.AutocastCPU": (lambda door: door.without_cpu_autocast(), RAISES),
         "torch._foreach_add_": (lambda door: door.foreach_add_([], 1.0), RAISES),
         "torch._foreach_div_": (lambda door: door.foreach_div_([], leaf()), RAISES),
+        "torch._VF": (lambda door: door.recurrent_functions, None),
         "torch.utils.flop_counter.flop_registry": (lambda door: dict(door.flop_formulas), {}),
         "torch.utils.flop_counter.register_flop_formula": (lambda door: door.flop_formula_of(None)(print), print),
     },

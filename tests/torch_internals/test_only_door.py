@@ -14,6 +14,7 @@ Undocumented modules that have public names count as private too. Others' names 
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,7 +109,9 @@ def found_in(code: str) -> list[str]:
                 yield from ((node.lineno, path) for path in paths if is_private(path))
             elif isinstance(node, ast.Attribute):
                 path = chain(node, bound)
-                is_own = path is not None and path.startswith(("self.", "cls."))
+                is_own = path is not None and (
+                    path.startswith(("self.", "cls.")) or path.partition(".")[0] in sys.stdlib_module_names
+                )
                 if path is not None and is_private(path):
                     yield node.lineno, path
                 elif is_hidden(node.attr) and node.attr not in own and not is_own:
@@ -153,6 +156,7 @@ def test_each_form_of_a_private_name_is_found(code: str, name: str) -> None:
         "class A:\n    def __init__(self): self._version = 1\n    def f(self, other): return other._version",
         "class A:\n    def f(self): return self._base",
         "x = 'torch._C says'",
+        "import os\nos._exit(1)",
     ],
 )
 def test_own_and_public_names_are_not(code: str) -> None:

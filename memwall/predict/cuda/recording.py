@@ -43,7 +43,7 @@ class CudaRecording:
             patches.wrap(torch.autocast, "__init__", self._begin_autocast)
             if not self._device.is_rocm:
                 patches.wrap(F, "scaled_dot_product_attention", self._attention)
-                patches.enter("functions", "torch._VF", cuda_recurrent())
+                patches.enter("functions", "recurrent layers", cuda_recurrent())
             patches.wrap(F, "dropout", _fused_dropout)
             patches.enter("operators", "torch.ops.aten, autocast-lists", cuda_autocast_lists())
             patches.enter("operators", "torch.ops.aten, rms-norm", fused_rms_norm())

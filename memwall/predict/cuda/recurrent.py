@@ -74,10 +74,11 @@ def cuda_recurrent() -> Iterator[None]:
     """Has recurrent layers and cells call CUDA's operators, within."""
     dropout_states: list[Tensor] = []  # made by the first layer that needs one, and kept for all
     with Patches("runs recurrent layers as CUDA does") as patches:
-        for mode, name in enumerate(_FUNCTIONS):
-            patches.wrap(recurrent_functions, name, partial(_run_layer, mode, dropout_states))
-        patches.wrap(recurrent_functions, "lstm_cell", partial(_run_cell, _LSTM_CELL))
-        patches.wrap(recurrent_functions, "gru_cell", partial(_run_cell, _GRU_CELL))
+        if recurrent_functions is not None:  # without them such layers are recorded as the CPU runs them
+            for mode, name in enumerate(_FUNCTIONS):
+                patches.wrap(recurrent_functions, name, partial(_run_layer, mode, dropout_states))
+            patches.wrap(recurrent_functions, "lstm_cell", partial(_run_cell, _LSTM_CELL))
+            patches.wrap(recurrent_functions, "gru_cell", partial(_run_cell, _GRU_CELL))
         yield
 
 
