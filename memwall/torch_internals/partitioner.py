@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memwall.patches import Patches
-from memwall.torch_internals.names import find
+from memwall.torch_internals.names import REGISTRY, Name, find
 
 __all__ = ["SavedBytes", "Choose", "budget_ratio", "cut_by", "start_over"]
 
@@ -20,6 +20,10 @@ Choose = Callable[[SavedBytes, float], float]
 
 _WHY = "has compiled graphs make again what they save"
 _MODULE = "torch._functorch.partitioners"
+_NAMES = tuple(f"{_MODULE}.{name}" for name in ("choose_saved_values_set", "_size_of"))
+REGISTRY.update(
+    (path, Name(path, _WHY)) for path in _NAMES
+)  # looked up when they are asked for: they import the compiler
 
 
 def cut_by(choose: Choose) -> Callable[[], None] | None:
@@ -31,7 +35,7 @@ def cut_by(choose: Choose) -> Callable[[], None] | None:
         None where this torch's partitioner has other parts, or the compiler was not imported.
     """
     config = _config()
-    original, size_of = (find(f"{_MODULE}.{name}", _WHY) for name in ("choose_saved_values_set", "_size_of"))
+    original, size_of = (find(path, _WHY) for path in _NAMES)
     if config is None or original is None or size_of is None:
         return None
 

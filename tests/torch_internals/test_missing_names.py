@@ -30,6 +30,7 @@ from memwall.torch_internals import (
     names,
     operators,
     optimizers,
+    partitioner,
     process_groups,
     profiler,
     reducer,
@@ -140,6 +141,10 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
         "torch.optim.Optimizer._optimizer_step_post_hooks": (lambda door: door.step_post_hooks(print), RAISES),
         "torch.optim.SGD._init_group": (lambda door: door.group_initialiser_of(object), None),
     },
+    partitioner: {
+        f"torch._functorch.partitioners.{name}": (lambda door: cut_with_compiler(door), None)
+        for name in ("choose_saved_values_set", "_size_of")
+    },
     process_groups: {
         "torch.distributed.distributed_c10d._get_default_store": (lambda door: door.store_of_all(), RAISES),
     },
@@ -185,6 +190,11 @@ def drawn_without_sampling(door: ModuleType) -> Any:
     with door.without_truncated_sampling():
         nn.init.trunc_normal_(tensor)
     return tensor.tolist()
+
+
+def cut_with_compiler(door: ModuleType) -> Any:
+    importlib.import_module("torch._functorch.config")
+    return door.cut_by(lambda saved_bytes, ratio: ratio)
 
 
 def take_away(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
