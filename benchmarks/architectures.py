@@ -30,8 +30,14 @@ _INTRODUCTION = """# Architectures
 
 What one training step of popular architectures needs on an H100 of 80 GB, simulated by `memwall estimate` from their
 configurations alone (`benchmarks/architectures.py`): AdamW on all weights, one sample, for text {num_tokens} tokens, in
-the dtype of the configuration. Nothing is downloaded, and nothing here was measured on a GPU. The number of parameters
-stands beside the one that was published; seconds are those of one processor, from start to end of the command.
+the dtype of the configuration. Nothing is downloaded, and nothing here was measured on a GPU. Seconds are those of one
+processor, from start to end of the command.
+
+Parameters are those of the model that the configuration builds. The published number is no count of memwall's: it is
+what a model card, a repository, an announcement or a paper says, rounded as it is there, and links to a page that says
+so. Most do not say whether the head counts; the two numbers differ by at most 6 %. The links of Qwen lead to copies of
+its model cards that others published, Gemma's to the announcement by Hugging Face; the other texts are by those who
+made the model. Mistral's is of version 0.3, which knows a few more tokens.
 
 {summary}
 

@@ -15,6 +15,7 @@ class Architecture(NamedTuple):
     published: str
     """Parameters as they were published, in millions, or with a B in billions."""
     source: str
+    """The page that states them, or one that copies it."""
 
 
 def _llama(layers: int, width: int, inner: int, heads: int, key_heads: int, **others: Any) -> dict[str, Any]:
@@ -42,7 +43,12 @@ def _named(kind: str, head: str, **others: Any) -> dict[str, Any]:
     return {"model_type": kind, "architectures": [head], **others}
 
 
-_CARD = "https://huggingface.co/"
+_FACE = "https://huggingface.co/"
+_HUB = "https://github.com/"
+_LLAMA = _HUB + "meta-llama/llama-models/blob/main/models/"
+_WEIGHTS = "0bdc04e778f78c7e7e92e32e6e3949d5bd333688/docs/getting-started/models/weights.md"
+_MISTRAL_WEIGHTS = _HUB + "mistralai/platform-docs-public/blob/" + _WEIGHTS
+_DEBERTA = "microsoft/deberta-v3-base/resolve/5f32929a4206c500f4044bf7778298aedc77531a/README.md"
 _LARGE = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 _GEMMA = _named("gemma3_text", "Gemma3ForCausalLM", vocab_size=262144, dtype="bfloat16", tie_word_embeddings=True)
@@ -54,104 +60,106 @@ _WHISPER_LARGE = _named(
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Llama 3.2 1B": Architecture(
-        _llama(16, 2048, 8192, 32, 8, head_dim=64, tie_word_embeddings=True), "1.23B", _CARD + "meta-llama/Llama-3.2-1B"
+        _llama(16, 2048, 8192, 32, 8, head_dim=64, tie_word_embeddings=True), "1.23B", _LLAMA + "llama3_2/MODEL_CARD.md"
     ),
     "Llama 3.2 3B": Architecture(
         _llama(28, 3072, 8192, 24, 8, head_dim=128, tie_word_embeddings=True),
         "3.21B",
-        _CARD + "meta-llama/Llama-3.2-3B",
+        _LLAMA + "llama3_2/MODEL_CARD.md",
     ),
-    "Llama 3.1 8B": Architecture(_llama(32, 4096, 14336, 32, 8), "8B", _CARD + "meta-llama/Llama-3.1-8B"),
-    "Llama 3.1 70B": Architecture(_llama(80, 8192, 28672, 64, 8), "70B", _CARD + "meta-llama/Llama-3.1-70B"),
-    "Qwen2.5 7B": Architecture(_qwen("qwen2", 28, 3584, 18944, 28, 4), "7.61B", _CARD + "Qwen/Qwen2.5-7B"),
+    "Llama 3.1 8B": Architecture(_llama(32, 4096, 14336, 32, 8), "8B", _LLAMA + "llama3_1/MODEL_CARD.md"),
+    "Llama 3.1 70B": Architecture(_llama(80, 8192, 28672, 64, 8), "70B", _LLAMA + "llama3_1/MODEL_CARD.md"),
+    "Qwen2.5 7B": Architecture(_qwen("qwen2", 28, 3584, 18944, 28, 4), "7.61B", _FACE + "QuantFactory/Qwen2.5-7B-GGUF"),
     "Qwen3 0.6B": Architecture(
-        _qwen("qwen3", 28, 1024, 3072, 16, 8, head_dim=128, tie_word_embeddings=True), "0.6B", _CARD + "Qwen/Qwen3-0.6B"
+        _qwen("qwen3", 28, 1024, 3072, 16, 8, head_dim=128, tie_word_embeddings=True),
+        "0.6B",
+        "https://www.fitmyllm.com/model/qwen3-0.6b",
     ),
-    "Qwen3 8B": Architecture(_qwen("qwen3", 36, 4096, 12288, 32, 8, head_dim=128), "8.2B", _CARD + "Qwen/Qwen3-8B"),
+    "Qwen3 8B": Architecture(
+        _qwen("qwen3", 36, 4096, 12288, 32, 8, head_dim=128), "8.2B", _FACE + "stelterlab/Qwen3-8B-AWQ"
+    ),
     "Qwen3 30B-A3B": Architecture(
-        _qwen("qwen3_moe", 48, 2048, 6144, 32, 4, head_dim=128, **_EXPERTS), "30.5B", _CARD + "Qwen/Qwen3-30B-A3B"
+        _qwen("qwen3_moe", 48, 2048, 6144, 32, 4, head_dim=128, **_EXPERTS),
+        "30.5B",
+        _FACE + "unsloth/Qwen3-30B-A3B-bnb-4bit",
     ),
     "Gemma 3 1B": Architecture(
         _GEMMA
         | {"num_hidden_layers": 26, "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4}
         | {"num_key_value_heads": 1, "head_dim": 256},
         "1B",
-        _CARD + "google/gemma-3-1b-pt",
+        _FACE + "blog/gemma3",
     ),
-    "Mistral 7B": Architecture(_MISTRAL, "7.3B", "https://mistral.ai/news/announcing-mistral-7b"),
+    "Mistral 7B": Architecture(_MISTRAL, "7.3B", _MISTRAL_WEIGHTS),
     "Mixtral 8x7B": Architecture(
         _named("mixtral", "MixtralForCausalLM", dtype="bfloat16"),
         "46.7B",
-        "https://mistral.ai/news/mixtral-of-experts",
+        _MISTRAL_WEIGHTS,
     ),
     "Phi-4": Architecture(
         _named("phi3", "Phi3ForCausalLM", num_hidden_layers=40, hidden_size=5120, intermediate_size=17920)
         | {"num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352, "dtype": "bfloat16"}
         | {"max_position_embeddings": 16384, "original_max_position_embeddings": 16384, "pad_token_id": 100349},
         "14B",
-        _CARD + "microsoft/phi-4",
+        "https://arxiv.org/abs/2412.08905",
     ),
     "DeepSeek-V3": Architecture(
-        _named("deepseek_v3", "DeepseekV3ForCausalLM", dtype="bfloat16"), "671B", "https://arxiv.org/abs/2412.19437"
+        _named("deepseek_v3", "DeepseekV3ForCausalLM", dtype="bfloat16"), "671B", _HUB + "deepseek-ai/DeepSeek-V3"
     ),
     "Mamba 2.8B": Architecture(
         _named("mamba", "MambaForCausalLM", num_hidden_layers=64, hidden_size=2560, vocab_size=50280),
         "2.8B",
-        "https://arxiv.org/abs/2312.00752",
+        _HUB + "state-spaces/mamba",
     ),
-    "GPT-2": Architecture(_named("gpt2", "GPT2LMHeadModel"), "124", "https://github.com/openai/gpt-2"),
+    "GPT-2": Architecture(_named("gpt2", "GPT2LMHeadModel"), "124", _HUB + "openai/gpt-2/blob/master/model_card.md"),
     "GPT-2 XL": Architecture(
         _named("gpt2", "GPT2LMHeadModel", n_layer=48, n_embd=1600, n_head=25),
-        "1558",
-        "https://github.com/openai/gpt-2",
+        "1.5B",
+        _HUB + "openai/gpt-2/blob/master/model_card.md",
     ),
-    "BERT base": Architecture(_named("bert", "BertForMaskedLM"), "110", "https://arxiv.org/abs/1810.04805"),
-    "BERT large": Architecture(_named("bert", "BertForMaskedLM", **_LARGE), "340", "https://arxiv.org/abs/1810.04805"),
-    "RoBERTa base": Architecture(
-        _ROBERTA, "125", "https://github.com/facebookresearch/fairseq/tree/main/examples/roberta"
-    ),
+    "BERT base": Architecture(_named("bert", "BertForMaskedLM"), "110", _HUB + "google-research/bert"),
+    "BERT large": Architecture(_named("bert", "BertForMaskedLM", **_LARGE), "340", _HUB + "google-research/bert"),
+    "RoBERTa base": Architecture(_ROBERTA, "125", _HUB + "facebookresearch/fairseq/tree/main/examples/roberta"),
     "RoBERTa large": Architecture(
-        _ROBERTA | _LARGE, "355", "https://github.com/facebookresearch/fairseq/tree/main/examples/roberta"
+        _ROBERTA | _LARGE, "355", _HUB + "facebookresearch/fairseq/tree/main/examples/roberta"
     ),
     "DeBERTa v3 base": Architecture(
         _named("deberta-v2", "DebertaV2ForMaskedLM", hidden_size=768, num_hidden_layers=12, num_attention_heads=12)
         | {"intermediate_size": 3072, "relative_attention": True, "position_buckets": 256, "type_vocab_size": 0}
         | {"norm_rel_ebd": "layer_norm", "share_att_key": True, "pos_att_type": "p2c|c2p", "vocab_size": 128100}
         | {"position_biased_input": False, "max_relative_positions": -1},
-        "184",
-        _CARD + "microsoft/deberta-v3-base",
+        "183",
+        _FACE + _DEBERTA,
     ),
     "ModernBERT base": Architecture(
-        _named("modernbert", "ModernBertForMaskedLM"), "149", _CARD + "answerdotai/ModernBERT-base"
+        _named("modernbert", "ModernBertForMaskedLM"), "149", "https://www.answer.ai/posts/2024-12-19-modernbert.md"
     ),
     "T5 base": Architecture(
         _named("t5", "T5ForConditionalGeneration", d_model=768, d_ff=3072, num_layers=12, num_heads=12),
         "220",
-        "https://arxiv.org/abs/1910.10683",
+        _HUB + "google-research/text-to-text-transfer-transformer",
     ),
     "T5 large": Architecture(
         _named("t5", "T5ForConditionalGeneration", d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
         "770",
-        "https://arxiv.org/abs/1910.10683",
+        _HUB + "google-research/text-to-text-transfer-transformer",
     ),
     "BART large": Architecture(
         _named("bart", "BartForConditionalGeneration"),
         "400",
-        "https://github.com/facebookresearch/fairseq/tree/main/examples/bart",
+        _HUB + "facebookresearch/fairseq/tree/main/examples/bart",
     ),
-    "Whisper tiny": Architecture(
-        _named("whisper", "WhisperForConditionalGeneration"), "39", "https://github.com/openai/whisper"
-    ),
+    "Whisper tiny": Architecture(_named("whisper", "WhisperForConditionalGeneration"), "39", _HUB + "openai/whisper"),
     "Whisper large v3": Architecture(
-        _WHISPER_LARGE | {"num_mel_bins": 128, "vocab_size": 51866}, "1550", "https://github.com/openai/whisper"
+        _WHISPER_LARGE | {"num_mel_bins": 128, "vocab_size": 51866}, "1550", _HUB + "openai/whisper"
     ),
     "wav2vec 2.0 base": Architecture(_named("wav2vec2", "Wav2Vec2ForCTC"), "95", "https://arxiv.org/abs/2006.11477"),
     "ViT-B/16": Architecture(_named("vit", "ViTForImageClassification"), "86", "https://arxiv.org/abs/2010.11929"),
     "ViT-L/16": Architecture(
         _named("vit", "ViTForImageClassification", **_LARGE), "307", "https://arxiv.org/abs/2010.11929"
     ),
-    "Swin-T": Architecture(_named("swin", "SwinForImageClassification"), "29", "https://arxiv.org/abs/2103.14030"),
+    "Swin-T": Architecture(_named("swin", "SwinForImageClassification"), "28", _HUB + "microsoft/Swin-Transformer"),
     "ConvNeXt-T": Architecture(
-        _named("convnext", "ConvNextForImageClassification", num_labels=1000), "29", "https://arxiv.org/abs/2201.03545"
+        _named("convnext", "ConvNextForImageClassification", num_labels=1000), "28", _HUB + "facebookresearch/ConvNeXt"
     ),
 }
