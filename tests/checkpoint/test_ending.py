@@ -47,6 +47,8 @@ def started(folder: Path, how: str, *options: str, step_seconds: float = 0.0, pa
     script.write_text(SCRIPT)
     words = ("run", "--budget", "8GiB", "--checkpoint", str(folder / "kept"), *options, str(script), how)
     source = (
+        # A shell that starts the tests in the background has them ignore Ctrl-C.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "import sys, memwall.checkpoint.ending as ending; from memwall.cli.app import main; "
         f"ending._PATIENCE_SECONDS, ending._LAST_SECONDS = {patience_seconds}, 0.2; "
         f"sys.exit(main({[*words, str(step_seconds)]}))"

@@ -326,7 +326,11 @@ def test_a_budget_in_percent_is_of_the_model_s_device(opens: str, monkeypatch: p
     """GIVEN a model on the second CUDA device WHEN it may use 90 % THEN that is of this device, not of the host."""
     sizes = (1000, 2000)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=sizes[index]))
+
+    def properties(device: torch.device | int) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=sizes[device if isinstance(device, int) else device.index])
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     found: list[int | None] = []
 
     class Told:

@@ -213,7 +213,8 @@ def nothing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     [
         (
             never_backward,
-            "the recorded step has no backward phase: loss.backward() was not called; record one whole training step",
+            "the recorded step has no backward phase: loss.backward() was not called, or in another thread than the "
+            "model; record one whole training step",
         ),
         (
             never_stepped,
