@@ -69,19 +69,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Llama 3.1 8B": Architecture(_llama(32, 4096, 14336, 32, 8), "8B", _LLAMA + "llama3_1/MODEL_CARD.md"),
     "Llama 3.1 70B": Architecture(_llama(80, 8192, 28672, 64, 8), "70B", _LLAMA + "llama3_1/MODEL_CARD.md"),
-    "Qwen2.5 7B": Architecture(_qwen("qwen2", 28, 3584, 18944, 28, 4), "7.61B", _FACE + "QuantFactory/Qwen2.5-7B-GGUF"),
+    "Qwen2.5 7B": Architecture(
+        _qwen("qwen2", 28, 3584, 18944, 28, 4, vocab_size=152064), "7.61B", _FACE + "Qwen/Qwen2.5-7B"
+    ),
     "Qwen3 0.6B": Architecture(
         _qwen("qwen3", 28, 1024, 3072, 16, 8, head_dim=128, tie_word_embeddings=True),
         "0.6B",
-        "https://www.fitmyllm.com/model/qwen3-0.6b",
+        _FACE + "Qwen/Qwen3-0.6B",
     ),
-    "Qwen3 8B": Architecture(
-        _qwen("qwen3", 36, 4096, 12288, 32, 8, head_dim=128), "8.2B", _FACE + "stelterlab/Qwen3-8B-AWQ"
-    ),
+    "Qwen3 8B": Architecture(_qwen("qwen3", 36, 4096, 12288, 32, 8, head_dim=128), "8.2B", _FACE + "Qwen/Qwen3-8B"),
     "Qwen3 30B-A3B": Architecture(
         _qwen("qwen3_moe", 48, 2048, 6144, 32, 4, head_dim=128, **_EXPERTS),
         "30.5B",
-        _FACE + "unsloth/Qwen3-30B-A3B-bnb-4bit",
+        _FACE + "Qwen/Qwen3-30B-A3B",
     ),
     "Gemma 3 1B": Architecture(
         _GEMMA
