@@ -16,6 +16,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from memwall.errors import MemwallError, UsageError
+from memwall.machine.collector import without_collector
 from memwall.patches import Patches
 from memwall.torch_internals.fake import (
     FakeCopyMode,
@@ -25,7 +26,6 @@ from memwall.torch_internals.fake import (
     without_truncated_sampling,
 )
 from memwall.torch_internals.trees import tree_map
-from memwall.trace.collector import without_collector
 from memwall.trace.fake_values import KnownValues
 from memwall.trace.op_work import OpWork
 from memwall.trace.optimizers import leaves_foreach_to_torch

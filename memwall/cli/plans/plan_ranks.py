@@ -102,11 +102,11 @@ def show_ranks(
 
     from memwall.cli.options import write_json
     from memwall.cli.output import note, show
+    from memwall.machine.collector import without_collector
     from memwall.machine.node_links import link_named
     from memwall.planning.ranks.search import infeasible_ranks, plan_ranks
     from memwall.report.ranks_grids import ranks_grids
     from memwall.report.text import plan_report, tables_of
-    from memwall.trace.collector import without_collector
     from memwall.trace.workload_facts import workload_facts
 
     link = None if asked.link is None else link_named(asked.link)
