@@ -29,6 +29,7 @@ from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import step_seconds
 from memwall.predict.sharding.fsdp2 import Fsdp2
 from memwall.predict.sharding.network import network_of
+from memwall.predict.sharding.units import TraceUnits
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
@@ -111,7 +112,8 @@ class Foreseen:
 
     def kind(self, budget_bytes: int) -> OneKind:
         """Returns FSDP2 in all ranks for a budget."""
-        return OneKind(Fsdp2(), self.trace, Settings(budget_bytes=budget_bytes, hardware=self.hardware), self.network)
+        settings = Settings(budget_bytes=budget_bytes, hardware=self.hardware)
+        return OneKind(Fsdp2(), TraceUnits(self.trace), settings, self.network)
 
     def under(self, one: OneKind, actions: tuple[Action, ...]) -> dict[str, float]:
         """Returns bytes and seconds of a step in which blocks are treated, the allocator steered where that helps."""
