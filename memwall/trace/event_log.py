@@ -5,6 +5,7 @@ An index of -1 stands for a storage that was never seen, -2 for a tensor without
 
 import weakref
 from bisect import bisect_right
+from collections.abc import Callable
 from sys import intern
 from typing import Any
 
@@ -127,7 +128,14 @@ class EventLog:
 
     def alias(self, tensor: Tensor, saved_index: int) -> None:
         """Says that this tensor holds the bytes of a saved one that had been moved away."""
-        self._stands_for(tensor, self.savings[saved_index].storage)
+        saving = self.savings[saved_index]
+
+        def died() -> None:
+            # Compiled code has autograd let go of what it saved, and goes on with it: in a plain step with the same.
+            if saving.released >= 0:
+                saving.released = max(saving.released, len(self.ops))
+
+        self._stands_for(tensor, saving.storage, died)
 
     def note_size(self, tensor: Tensor) -> None:
         """Notes that a storage was emptied or filled since the last operation, as FSDP2 does with what it gathers."""
@@ -146,13 +154,18 @@ class EventLog:
         if index >= 0:
             self._stands_for(tensor, index)
 
-    def _stands_for(self, tensor: Tensor, index: int) -> None:
+    def _stands_for(self, tensor: Tensor, index: int, at_end: Callable[[], None] = lambda: None) -> None:
         storage = tensor.untyped_storage()
         key = identity_of(storage)
         if key in self._live:
             return
         self._live[key] = index
-        self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+
+        def died(_: Any) -> None:
+            at_end()
+            self._forget(key)
+
+        self._references[key] = weakref.ref(storage, died)
 
     def _forget(self, key: int) -> None:
         self._live.pop(key, None)
