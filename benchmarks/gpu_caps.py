@@ -58,7 +58,7 @@ class _Trials:
         self._budget = budget
 
     def run(self, limit_bytes: int | None) -> dict[str, Any]:
-        """What a fresh process measured under a limit.
+        """Returns what a fresh process measured under a limit.
 
         Raises:
             OutOfTimeError: it had no answer when the time was over, of which it may have taken most to start.

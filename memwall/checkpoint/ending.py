@@ -11,7 +11,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
 
@@ -28,15 +27,10 @@ _present: "Ending | None" = None
 
 
 class Ending:
-    """Hears that the run is to end.
+    """Hears that the run is to end."""
 
-    Args:
-        commit_seconds: tells how long a commit takes.
-    """
-
-    def __init__(self, commit_seconds: Callable[[], float]) -> None:
-        self._commit_seconds = commit_seconds
-        self._begin, self._step_seconds = time.monotonic(), 0.0
+    def __init__(self) -> None:
+        self._begin, self._step_seconds, self._commit_seconds = time.monotonic(), 0.0, 0.0
         self._asked_by: int | None = None
         self._pipe: tuple[int, int] | None = None
         self._has_ended = threading.Event()
@@ -79,10 +73,10 @@ class Ending:
         os.close(self._pipe[1])  # which ends the thread
         _present = self._pipe = None
 
-    def step_begins(self) -> None:
-        """Hears that a step begins, and how long the one before it took."""
+    def step_begins(self, commit_seconds: float) -> None:
+        """Hears that a step begins, and how long a commit takes; the step before took until now."""
         now = time.monotonic()
-        self._step_seconds, self._begin = now - self._begin, now
+        self._step_seconds, self._begin, self._commit_seconds = now - self._begin, now, commit_seconds
 
     def end(self) -> NoReturn:
         """Ends the run in the way of the signal."""
@@ -92,7 +86,7 @@ class Ending:
 
     def _hear(self, number: int, _: Any) -> None:
         name, is_first, self._asked_by = signal.Signals(number).name, not self.is_asked, number
-        more_seconds = max(0.0, self._begin + self._step_seconds - time.monotonic()) + self._commit_seconds()
+        more_seconds = max(0.0, self._begin + self._step_seconds - time.monotonic()) + self._commit_seconds
         if is_first and more_seconds <= _PATIENCE_SECONDS:
             _log.warning("%s: the run ends when the step that runs is committed; the next one ends it at once", name)
             return

@@ -99,7 +99,7 @@ class StepCheckpoint:
         self._beside = Surroundings(self.directory, self._start.restoration)
         self._commits: Commits | None = None
         self._was_asked = False
-        self._ending = None if together is not None else Ending(self._commit_seconds)
+        self._ending = None if together is not None else Ending()
         self._ends_here = False
         """Whether the run ends with the next commit, for which all is taken down."""
         self._patches = Patches("commits steps to a checkpoint")
@@ -295,11 +295,6 @@ class StepCheckpoint:
         is_new = self._commits is not None and self.steps_done > self._commits.step
         return is_new and (self._ends_here or self.steps_done % self._every == 0)
 
-    def _commit_seconds(self) -> float:
-        """Returns how long a commit takes, on average."""
-        times = CommitTimes() if self._commits is None else self._commits.writer.times
-        return (times.transfer_seconds + times.record_seconds) / max(times.num_commits, 1)
-
     def _before_forward(self, *_: Any) -> None:
         if self.failure is not None:
             raise self.failure.without_frames()
@@ -314,7 +309,7 @@ class StepCheckpoint:
     def _step_begins(self, commits: Commits) -> None:
         """Commits the step before; a run that is to end ends here."""
         if self._ending is not None:
-            self._ending.step_begins()
+            self._ending.step_begins(commits.writer.times.mean_seconds)
             self._ends_here = self._ends_here or (self._ending.is_asked and not self._beside.loop.is_open)
         if self._is_due:
             with self._noting_failure():

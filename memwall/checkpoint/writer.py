@@ -41,6 +41,11 @@ class CommitTimes(NamedTuple):
     record_seconds: float = 0.0
     """Time for the table of contents, for the record, and to have each on disk before what follows it."""
 
+    @property
+    def mean_seconds(self) -> float:
+        """Returns how long a commit took, on average."""
+        return (self.transfer_seconds + self.record_seconds) / max(self.num_commits, 1)
+
 
 class PackedBucket(NamedTuple):
     """Describes a bucket of tensors: their bytes, and where in the bucket each begins."""

@@ -34,7 +34,7 @@ class SpecOptions(TypedDict, total=False):
     lora: str | None
     """Says which adapters are trained, for `hugging_face_workload`; None trains the weights."""
     is_checkpointed: bool
-    """See `hugging_face_workload`."""
+    """Says whether layers are checkpointed by the model itself, for `hugging_face_workload`."""
 
 
 def workload_of_spec(spec: str | Workload, **options: Unpack[SpecOptions]) -> Workload:

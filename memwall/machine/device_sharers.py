@@ -1,4 +1,4 @@
-"""What other processes hold on a CUDA device, as its driver's management library (NVML) tells.
+"""Asks what other processes hold on a CUDA device, as its driver's management library (NVML) tells.
 
 It lists processes with their bytes. In a container with process numbers of its own this process may be missing from the
 list, or the list be empty: then what was in use before this process had a context there is other processes', and where
@@ -41,7 +41,7 @@ class _Memory(ctypes.Structure):
 
 
 _before: dict[str, int] = {}
-"""What was in use on each device, by its UUID, before this process had a context there."""
+"""Holds what was in use on each device, by its UUID, before this process had a context there."""
 
 
 def note_sharers() -> None:

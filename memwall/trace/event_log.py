@@ -90,7 +90,7 @@ class EventLog:
         self.call_stack: list[int] = []
         self.marks: list[tuple[str, int]] = []
         self.launch_seconds = 0.0
-        """What the host took to issue an operation of a device that works behind it."""
+        """Holds the seconds that the host took to issue an operation of a device that works behind it."""
         # Autograd's sequence number at each change of the innermost running call, for nodes seen again in backward.
         self._change_sequence: list[int] = []
         self._change_call: list[int] = []

@@ -122,7 +122,7 @@ class Step(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     process_peak_bytes: int
     """The process's own high-water mark over the recorded step; 0 where none can be read."""
     launch_seconds: float = 0.0
-    """What the host takes to issue an operation of a device that works behind it, measured; 0 where none does."""
+    """Seconds that the host takes to issue an operation of a device that works behind it; 0 where none does."""
 
 
 class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

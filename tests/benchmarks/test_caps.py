@@ -113,7 +113,7 @@ def test_a_run_that_does_not_finish_without_a_limit_is_a_failure() -> None:
 
 
 def held(num_bytes: int) -> dict[str, object]:
-    """What a run says that finished."""
+    """Returns what a run says that finished."""
     sizes = dict.fromkeys(("requested_bytes", "allocated_bytes", "reserved_bytes", "process_bytes"), num_bytes)
     return {"outcome": "finished", **sizes, "step_seconds": 1.0}
 

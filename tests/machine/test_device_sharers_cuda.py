@@ -1,4 +1,4 @@
-"""What other processes hold on a device is no part of what this one is measured to hold, or may have."""
+"""Memory of other processes on a device is no part of what this one is measured to hold, or may have."""
 
 import ctypes
 import os

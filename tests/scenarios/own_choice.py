@@ -28,7 +28,7 @@ __all__ = ["planner_choosing"]
 WEIGHTS, VALUES = 1 << 10, 8 << 10
 """So many times as large are weights, their gradients and state; and everything else."""
 BASE_BYTES = 4 << 30
-"""What the process is said to hold beside its tensors: more than it does, so that no step is above its forecast."""
+"""Bytes that the process is said to hold beside tensors: more than it does, so that no step is above its forecast."""
 BYTES_PER_SECOND, FLOPS_PER_SECOND, DISK_BYTES_PER_SECOND = 10e9, 50e9, 2e9
 
 # Fields of actions that count bytes of tensors, and how much larger these are.

@@ -60,7 +60,7 @@ def test_small_kernels_take_what_the_device_takes_and_not_what_recording_does(de
 def test_the_first_use_of_a_kernel_is_told_by_its_arithmetic_where_the_device_waited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What keeps the device busy is not there, so that it waits for the host at each operation, as at a first use."""
+    """Nothing keeps the device busy, so that it waits for the host at each operation, as at a first use."""
     width = 4096
     model = nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)).cuda()
     monkeypatch.setattr("memwall.trace.device_timer.keep_busy", lambda _: None)

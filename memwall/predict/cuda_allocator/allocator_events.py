@@ -97,7 +97,7 @@ class _Builder:
         self.boundaries: list[tuple[str, int]] = []
         self._num_blocks = 0
         self._scripts: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
-        """What `_script` returns, by the step's identity."""
+        """Holds what `_script` returns, by the step's identity."""
         self._standing: dict[tuple[int, int], tuple[int, int]] = {}
         """Block and bytes, by step and storage."""
         self._is_cache_full = False
