@@ -24,7 +24,7 @@ from memwall.predict.process import TENSOR_HEAP
 _log = logging.getLogger(__name__)
 
 _LEAST_RESERVED_BYTES = 1 << 30
-# Another thread may free a block between two looks.
+# Another thread may free a block between two looks, and what was returned may never have been written.
 _NUM_LOOKS = 8
 
 
@@ -126,9 +126,18 @@ class AllocatorHandler:
         return self._limit_bytes - self._most_others_bytes() - self._heap.figures().live_bytes
 
     def leave_room(self, num_bytes: int) -> None:
-        """Returns free pages after a step until so many bytes are free below the limit, for what is made elsewhere."""
-        if self._heap is not None and self._limit_bytes:
+        """Returns free pages after a step until so many bytes are free below the limit, for what is made elsewhere.
+
+        The heap takes a block's pages to be resident, whether they were written or not; so the process is looked at
+        after each return, until there is room or nothing more to return.
+        """
+        if self._heap is None or not self._limit_bytes:
+            return
+        for _ in range(_NUM_LOOKS):
+            before_bytes = self._heap.figures().resident_bytes
             self._heap.set_ceiling(max(self._limit_bytes - num_bytes - self._present_others_bytes(), 1))
+            if self._heap.figures().resident_bytes == before_bytes:
+                return
 
     def kept_bytes(self) -> int | None:
         """Returns the bytes of free pages in the heap at its peak since its limit was set; None where that is older.
