@@ -97,5 +97,5 @@ class BlockHandler(Handler[B]):
 def _own_weight(model: nn.Module, block: nn.Module) -> nn.Parameter | None:
     """Returns a trainable parameter of the block that no other module holds; a matrix, if it has one."""
     holders = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    own = [p for p in block.parameters() if p.requires_grad and p.is_leaf and holders[id(p)] == 1]
+    own = [p for p in nn.Module.parameters(block) if p.requires_grad and p.is_leaf and holders[id(p)] == 1]
     return max(own, key=lambda p: p.dim() > 1, default=None)

@@ -70,7 +70,7 @@ def _fully_sharded(model: nn.Module, ranks: RanksForecast, chosen: Fsdp2) -> nn.
         )
     units = [modules[path] for path in ranks.units]
     # What several units share is gathered once, by the root.
-    holders = Counter(parameter for unit in units for parameter in set(unit.parameters()))
+    holders = Counter(parameter for unit in units for parameter in set(nn.Module.parameters(unit)))
     shared = {parameter for parameter, num_units in holders.items() if num_units > 1}
     per_node = ranks.network.size("node")
     options: dict[str, Any] = {
@@ -83,12 +83,12 @@ def _fully_sharded(model: nn.Module, ranks: RanksForecast, chosen: Fsdp2) -> nn.
     if chosen.is_offloaded:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for unit in units:
-        fully_shard(unit, ignored_params=shared & set(unit.parameters()) or None, **options)
+        fully_shard(unit, ignored_params=shared & set(nn.Module.parameters(unit)) or None, **options)
     # The root's parameters stay from its forward to the end of its backward whatever is said.
     fully_shard(model, **options | {"reshard_after_forward": None})
     return model
 
 
 def _device_type(model: nn.Module) -> str:
-    found = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    found = next((parameter.device.type for parameter in nn.Module.parameters(model)), "cpu")
     return "cuda" if found == "meta" and torch.cuda.is_available() else found

@@ -108,7 +108,7 @@ class RecomputedBlock:
         """Returns the call's tensors, and where none says so, one for the device whose random numbers are drawn."""
         tensors, call.arguments.tensors = call.arguments.tensors, []
         if all(tensor.device.type == "cpu" for tensor in tensors):
-            weight = next(self._module.parameters(), None)
+            weight = next(nn.Module.parameters(self._module), None)
             if weight is not None and weight.device.type != "cpu":
                 tensors.append(weight.new_empty(0))
         return tensors

@@ -96,7 +96,7 @@ def _activation(module: nn.Module) -> str | None:
     with torch.no_grad(), unset_fake_temporarily():
         x = torch.linspace(-4.0, 4.0, 65)
         for child in module.children():
-            if list(child.parameters()) or isinstance(child, nn.Dropout):
+            if list(nn.Module.parameters(child)) or isinstance(child, nn.Dropout):
                 continue
             try:
                 found = child(x)
@@ -150,7 +150,7 @@ def obstacle(module: nn.Module) -> str | None:
 
 def disagreement(module: nn.Module, candidate: KernelMatch) -> str | None:
     """Returns how a candidate differs from the module's own forward on a small input; None where it does not."""
-    parameters = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+    parameters = [parameter for parameter in nn.Module.parameters(module) if parameter.is_floating_point()]
     if not parameters:
         return "it has no parameter that would tell its dtype"
     dtype, device = parameters[0].dtype, parameters[0].device
