@@ -15,29 +15,22 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memwall.apply.optimizer_state.kept_space import KeptSpace
-from memwall.checkpoint.commits import Commits, find_on_disk
+from memwall.checkpoint.begun_run import BegunRun
 from memwall.checkpoint.ending import Ending
 from memwall.checkpoint.instants import Instants
 from memwall.checkpoint.rank_folders import RankFolders
-from memwall.checkpoint.refusals import check_told_apart, steps_beside, steps_in_between
+from memwall.checkpoint.refusals import check_told_apart
 from memwall.checkpoint.starting_point import StartingPoint
 from memwall.checkpoint.surroundings import Surroundings
 from memwall.checkpoint.together import Together
-from memwall.checkpoint.training_state import (
-    fingerprint_of,
-    parts_of_model,
-    parts_of_optimizer,
-    restore_random_states,
-)
+from memwall.checkpoint.training_state import fingerprint_of, parts_of_model, restore_random_states
 from memwall.checkpoint.writer import CommitTimes
 from memwall.errors import MemwallError, UsageError
 from memwall.patches import Patches
 from memwall.planning.planfile import Plan
 from memwall.store.backend import SystemBackend
 from memwall.store.journal import Journal
-from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import attach_hook
-from memwall.trace.optimizers import trains
 from memwall.trace.together import models_of
 
 
@@ -95,13 +88,10 @@ class StepCheckpoint:
             raise
         self.recovered_bytes, self.recovery_seconds = self._start.recovered_bytes, self._start.recovery_seconds
         self._instants = Instants(self._start.step)
-        self._model: nn.Module | None = None
         self._beside = Surroundings(self.directory, self._start.restoration)
-        self._commits: Commits | None = None
+        self._begun: BegunRun | None = None
         self._was_asked = False
         self._ending = None if together is not None else Ending()
-        self._ends_here = False
-        """Whether the run ends with the next commit, for which all is taken down."""
         self._patches = Patches("commits steps to a checkpoint")
 
     @property
@@ -186,10 +176,10 @@ class StepCheckpoint:
     def at_loop_top(self, position: int) -> None:
         """Takes down what an iteration begins with; to be called before it fetches its batch."""
         self._instants.at_top()
-        self._ends_here = self._ending is not None and self._ending.is_asked
-        if self._is_due:
-            self._beside.look_beside(self._model)
-        self._beside.loop.at_top(position, is_due=self._is_due)
+        if self._begun is None:
+            self._beside.loop.at_top(position, is_due=False)
+        else:
+            self._begun.at_loop_top(position)
 
     # -- life cycle --------------------------------------------------------------------------------------------------
 
@@ -211,7 +201,7 @@ class StepCheckpoint:
             StoreError: the checkpoint is of another model, or there is no room.
         """
         with self._noting_failure():
-            self._begin(model)
+            self._begun = self._begin(model)
             check_told_apart(self.directory, model, self._beside.variables)
         for each in models_of(model):
             self._patches.push(attach_hook(each.register_forward_pre_hook, self._before_forward))
@@ -220,7 +210,7 @@ class StepCheckpoint:
         if self._ending is not None:
             self._ending.listen(self._patches)
 
-    def _begin(self, model: nn.Module) -> None:
+    def _begin(self, model: nn.Module) -> BegunRun:
         self._agree()
         restoration = self._start.restoration
         self.prepare(model)
@@ -240,7 +230,17 @@ class StepCheckpoint:
             if not self._beside.loop.is_open:
                 restore_random_states(restoration.objects["random"])
         self._beside.look(model)
-        self._model, self._commits = model, Commits(self._journal, step=self._start.step)
+        return BegunRun(
+            model,
+            self._journal,
+            every=self._every,
+            start=self._start,
+            beside=self._beside,
+            instants=self._instants,
+            space=self.space,
+            plan_in_effect=lambda: self.plan_in_effect(),
+            ending=self._ending,
+        )
 
     def finish(self, *, completed: bool) -> None:
         """Commits the last step of a script that has ended well, from where everything lies, and nothing after that.
@@ -248,13 +248,10 @@ class StepCheckpoint:
         What fails is in `failure`.
         """
         self._patches.undo()
-        commits, self._commits = self._commits, None
+        begun, self._begun = self._begun, None
         try:
-            if commits is not None and self.failure is None:
-                commits.writer.wait()
-                if completed and self._instants.is_between_steps and self.steps_done > commits.step:
-                    self._commit(commits, is_last=True)
-                    commits.writer.wait()
+            if begun is not None and self.failure is None:
+                begun.finish(has_last_step=completed)
             restoration = self._start.restoration
             if completed and self.failure is None and restoration is not None and restoration.model is None:
                 raise UsageError(
@@ -264,8 +261,8 @@ class StepCheckpoint:
         except MemwallError as error:
             self.failure = self.failure or error.without_frames()
         finally:
-            if commits is not None:
-                self.times = commits.writer.times
+            if begun is not None:
+                self.times = begun.commits.writer.times
 
     def close(self, *, completed: bool) -> None:
         """Finishes what is not finished, and lets go of the directory.
@@ -290,97 +287,23 @@ class StepCheckpoint:
             self.failure = error.without_frames()
             raise
 
-    @property
-    def _is_due(self) -> bool:
-        is_new = self._commits is not None and self.steps_done > self._commits.step
-        return is_new and (self._ends_here or self.steps_done % self._every == 0)
-
     def _before_forward(self, *_: Any) -> None:
         if self.failure is not None:
             raise self.failure.without_frames()
-        if self._commits is None or current_node() is not None:
-            return
-        if not torch.is_grad_enabled():
-            if self._instants.is_between_steps and self._is_due and self._model is not None:
-                self._beside.loop.keep_buffers(self._model)
-        elif self._instants.called():
-            self._step_begins(self._commits)
-
-    def _step_begins(self, commits: Commits) -> None:
-        """Commits the step before; a run that is to end ends here."""
-        if self._ending is not None:
-            self._ending.step_begins(commits.writer.times.mean_seconds)
-            self._ends_here = self._ends_here or (self._ending.is_asked and not self._beside.loop.is_open)
-        if self._is_due:
+        if self._begun is not None:
             with self._noting_failure():
-                self._commit(commits)
-        if self._ending is not None and self._ends_here:
-            with self._noting_failure():
-                commits.writer.wait()
-            self._ending.end()
+                self._begun.before_forward()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._model is not None and self._commits is not None:
+        if self._begun is not None:
             with self._noting_failure():
-                if self._beside.optimizers and not trains(optimizer, self._model):
-                    self._commits.writer.wait()  # its parameters may be among what is written
-                    is_between = self._instants.is_between_steps and not self._beside.loop.is_open
-                    if is_between and self._beside.companions.trains_with(optimizer):
-                        raise steps_in_between(self.directory, optimizer)
-                    return
-                self._prepare_step(self._model, optimizer, self._commits)
-
-    def _prepare_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, commits: Commits) -> None:
-        """Puts the optimizers' state back before the first update, and has each update wait for what is written."""
-        restoration = self._start.restoration
-        if not self._beside.optimizers:
-            self._beside.join(model, optimizer)
-        if optimizer not in self._beside.optimizers and trains(optimizer, model):
-            if restoration is not None and not self._instants.has_stepped:
-                raise restoration.is_of_others(model, optimizer)
-            known = self._beside.optimizers
-            raise steps_beside(self.directory, known, optimizer, has_tops=self._beside.loop.is_open)
-        if not self._instants.has_stepped:
-            self._beside.settle(model)
-        if restoration is not None and not restoration.has_state:
-            self._beside.check_complete(restoration)
-            # Not earlier: only now it is certain where the state is to live, and in which form.
-            restoration.restore_state(model, self._beside.optimizers, self.space.keeper_of)
-        commits.writer.wait()
-        commits.check_first()
-        self._start.wait_for_all(commits.step)
+                self._begun.before_step(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in self._beside.optimizers:
-            self._instants.stepped()
+        if self._begun is not None:
+            self._begun.after_step(optimizer)
 
-    # -- committing --------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _commit(self, commits: Commits, *, is_last: bool = False) -> None:
-        """Takes down everything of the present step, and begins to write it; of the last one the script has ended."""
-        model, optimizers = self._model, self._beside.optimizers
-        assert model is not None
-        commits.writer.wait()
-        self._beside.look_now_and_then(model)
-        if not (self._beside.loop.is_open or is_last):
-            self._beside.look_beside(model)
-        beside = self._beside.take()
-        if beside is None:
-            return
-        self._beside.name_uncommitted()
-        parts = self._beside.loop.parts_at_top(model)
-        for number, optimizer in enumerate(optimizers):
-            parts += parts_of_optimizer(model, optimizer, number)
-        parts += beside.parts
-        absent = [part for part in parts if part.kind == "away"]
-        commits.begin(
-            self.steps_done,
-            [part for part in parts if part.kind != "away"],
-            lambda: self._beside.encoded(model, beside.objects, commits.state_dict_names(model)),
-            self.plan_in_effect(),
-            lambda first: find_on_disk(model, optimizers, self.space, absent, first=first),
-        )
+    # -- what has been trained elsewhere -----------------------------------------------------------------------------
 
     def commit_as(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, stateful: dict[str, Any]
@@ -394,8 +317,8 @@ class StepCheckpoint:
         self._beside.loop.begin(stateful)
         self._beside.loop.at_top(step, is_due=False)
         self.attach(model)
-        assert self._commits is not None
-        self._commits.step = -1  # or step 0 would be taken for one that is committed
+        assert self._begun is not None
+        self._begun.commits.step = -1  # or step 0 would be taken for one that is committed
         self._beside.optimizers = (optimizer,)
-        self._instants = Instants(step)
+        self._instants.go_back_to(step)
         self._instants.is_between_steps = True
