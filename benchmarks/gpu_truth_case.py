@@ -18,18 +18,16 @@ from statistics import median
 from typing import Any
 
 import torch
-from fake_steps import record_fake
 from gpu_device import is_phantom
 from msgspec.structs import replace
 from prediction_child import own_standard_output
 from prediction_zoo import FAMILIES, OPTIMIZERS, PRECISIONS, Precision, workload
 
+from memwall.integrations.spec_trace import device_run_of_spec
 from memwall.machine.hardware import Hardware, hardware_named
 from memwall.patches import Patches
 from memwall.planning.estimate import estimate
-from memwall.predict.cuda.translate import recording_for, translated
-from memwall.predict.roofline import Roofline
-from memwall.trace.records import Trace
+from memwall.trace.fake import RecordedRun
 
 NUM_STEADY = 3
 SAMPLES_FACTOR = 8
@@ -44,24 +42,19 @@ _PEAKS = {
 """Holds what torch's allocator counts of a step, by the names that its statistics have."""
 
 
-def translated_case(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> Trace:
-    """Returns the trace of a case of the zoo as it would run on a card. Simulated."""
+def translated_run(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> RecordedRun:
+    """Returns the steps of a case of the zoo, and an evaluation, as they would run on a card. Simulated."""
     chosen = FAMILIES[family]
-    recording = recording_for(hardware)
-    trace = record_fake(
+    return device_run_of_spec(
         workload(family, optimizer, precision, SAMPLES_FACTOR * chosen.num_samples),
-        target="cuda",
-        seconds_of=Roofline(hardware),
+        hardware,
         mask_share=chosen.mask_share,
-        workspaces=recording.workspaces,
-        choices=recording.choices(),
     )
-    return translated(trace, hardware, autocast=recording.autocast)
 
 
 def predicted(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> dict[str, int]:
     """Allocated, reserved and process bytes by memwall, at the peak of the run's steps. Simulated."""
-    found = estimate(translated_case(family, precision, optimizer, hardware), hardware)
+    found = estimate(translated_run(family, precision, optimizer, hardware).training, hardware)
     return {
         "allocated_bytes": found.peak.allocated_bytes,
         "reserved_bytes": found.peak.reserved_bytes or 0,
@@ -126,20 +119,33 @@ def _trained(family: str, precision: Precision, optimizer: str) -> tuple[list[di
     made = OPTIMIZERS[optimizer](model.parameters())
     peaks, seconds = [], []
     for _ in range(1 + NUM_STEADY):
-        torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
-        # The zoo's own loss casts for a CPU.
-        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast-bfloat16"):
-            loss = chosen.loss(model, batch)
-        loss.backward()
-        made.step()
-        made.zero_grad(set_to_none=True)
-        del loss
-        torch.cuda.synchronize()
+        peaks.append(train_step((family, precision, optimizer), model, made, batch))
         seconds.append(time.perf_counter() - begin)
-        found = torch.cuda.memory_stats()
-        peaks.append({name: found[statistic] for name, statistic in _PEAKS.items()})
     return peaks, seconds
+
+
+def train_step(
+    case: tuple[str, ...], model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
+) -> dict[str, int]:
+    """Runs one step of a case on the device; returns its peaks, see `_PEAKS`."""
+    family, precision, _ = case
+    torch.cuda.reset_peak_memory_stats()
+    # The zoo's own loss casts for a CPU.
+    with torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast-bfloat16"):
+        loss = FAMILIES[family].loss(model, batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    del loss
+    torch.cuda.synchronize()
+    return peaks_now()
+
+
+def peaks_now() -> dict[str, int]:
+    """Returns the peaks by torch's allocator since they were reset last, see `_PEAKS`."""
+    found = torch.cuda.memory_stats()
+    return {name: found[statistic] for name, statistic in _PEAKS.items()}
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from gpu_truth_case import translated_case
+from gpu_truth_case import translated_run
 from prediction_zoo import Precision
 
 from memwall.machine.hardware import Hardware
@@ -15,11 +15,15 @@ from memwall.predict.cuda_allocator.memory_blocks import FreeSet, Segment
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.step_peaks import NUM_STEADY
 from memwall.predict.cuda_allocator.torch_releases import profile_for
+from memwall.predict.phases import Phases
 from memwall.trace.records import Step
+from memwall.trace.steps import steady_step
 
-__all__ = ["STEPS", "cause", "foreseen", "peaks_of"]
+__all__ = ["PHASES", "cause", "foreseen", "peaks_of"]
 
-STEPS = ("first", "steady")
+PHASES = ("build", "first", "steady", "eval", "save", "resume")
+"""Names the phases of a run in the order in which they are counted."""
+
 _MIB = 1 << 20
 Peaks = dict[str, int]
 
@@ -35,9 +39,23 @@ class _Allocator(CudaAllocator):
 
 
 def foreseen(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> dict[str, Peaks]:
-    """Returns the bytes at the peak of the first step and of steady ones, by what torch's allocator calls them."""
-    first, *steady = peaks_of(translated_case(family, precision, optimizer, hardware).steps)
-    return {"first": first, "steady": {name: max(peaks[name] for peaks in steady) for name in first}}
+    """Returns the bytes at the peak of each phase of the run, by what torch's allocator calls them.
+
+    Those of steps are made anew with the parts that `cause` tells apart; the others are as `memwall estimate` has them.
+    """
+    run = translated_run(family, precision, optimizer, hardware)
+    first, *steady = peaks_of(run.training.steps)
+    if run.evaluation is None:
+        raise RuntimeError(f"no evaluation was recorded: {run.failure}")
+    phases = Phases((run.training.steps[0], steady_step(run.training)), run.evaluation.steps[0])
+    simulated = phases.peaks(profile_for(str(torch.__version__))[0])
+    assert simulated is not None, "a device without end is never full"
+    found = {
+        name: {"allocated_bytes": peak.allocated_bytes, "reserved_bytes": peak.reserved_bytes}
+        for name, peak in simulated.items()
+    }
+    found |= {"first": first, "steady": {name: max(peaks[name] for peaks in steady) for name in first}}
+    return {phase: found[phase] for phase in PHASES}
 
 
 def peaks_of(steps: tuple[Step, ...]) -> list[Peaks]:

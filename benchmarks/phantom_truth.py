@@ -9,8 +9,8 @@ a process forked from one that has all imported. CASE is a family or family/prec
 Rows of earlier calls for the same zoo are kept, so that a second call goes on: first with cases that are missing, then
 with those that other code of memwall forecast; what was counted stays. The result is
 benchmarks/results/simulated/phantom_truth.json, with a table for each card: errors of allocated and reserved bytes in
-the first and in a steady step, against the goals, and each row that deviates by more than 0.1 %, with what of it are
-tensors, remainders of blocks and segments.
+each phase of a run (build, first and steady step, evaluation, save, resume), against the goals, and each row that
+deviates by more than 0.1 %, with what of a step's are tensors, remainders of blocks and segments.
 
 On the phantom torch's dispatcher, kernels' host code and caching allocator are real; cuDNN's workspaces are 0 bytes.
 """
@@ -25,7 +25,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -33,14 +33,15 @@ from typing import Any
 
 import torch
 from gpu_truth import Case
-from gpu_truth_case import measured
 from knob_report import provenance
-from phantom_forecast import STEPS, cause, foreseen
+from phantom_forecast import PHASES, cause, foreseen
+from phantom_phases import counted_phases
 from prediction_zoo import FAMILIES, OPTIMIZERS, PRECISIONS, zoo_sha256
 
 import memwall
 from memwall.machine.hardware import Hardware, hardware_named
 
+SCHEMA = "memwall.benchmarks.phantom_truth/3"
 OUTPUT = Path(__file__).parent / "results/simulated/phantom_truth.json"
 GOALS = {"allocated_bytes": {"median": 0.001, "worst": 0.01}, "reserved_bytes": {"median": 0.005, "worst": 0.03}}
 CARDS = ("h100-80gb", "l4")
@@ -96,10 +97,9 @@ class Forecaster:
 
 
 def counted(case: Case, card: str) -> Row:
-    """Returns what torch's allocator counts in the steps of a case on this card."""
+    """Returns what torch's allocator counts in the phases of a case on this card."""
     os.environ["PHANTOM_CARD"] = card
-    found = measured(*case, used_bytes=0)  # type: ignore[arg-type]
-    return {step: found[step] for step in STEPS}
+    return counted_phases(case, forked)
 
 
 def rows_of(
@@ -112,8 +112,8 @@ def rows_of(
         forecast = forecaster.forecast(case, hardware)
         forecast_seconds = round(time.monotonic() - begin, 2)
         count = old.get((hardware.name, name), {}).get("counted")
-        if count is None or "requested_bytes" not in count["first"]:
-            count = forked(partial(counted, case, hardware.name))
+        if count is None:
+            count = counted(case, hardware.name)
         seconds = round(time.monotonic() - begin, 2)
         row: Row = {"device": hardware.name, "case": name, "forecast_code": forecast_code()}
         row |= {"seconds": seconds, "forecast_seconds": forecast_seconds}
@@ -155,7 +155,7 @@ def table(rows: Sequence[Row]) -> dict[str, Any]:
     good = [row for row in rows if "failure" not in row]
     found: dict[str, Any] = {"num_rows": len(good), "failed": {r["case"]: r["failure"] for r in rows if "failure" in r}}
     missed = []
-    for step in STEPS if good else ():
+    for step in PHASES if good else ():
         for quantity, goals in GOALS.items():
             errors = [error(row, step, quantity) for row in good]
             figures = {"median": median(map(abs, errors)), "worst": max(errors, key=abs)}
@@ -165,24 +165,21 @@ def table(rows: Sequence[Row]) -> dict[str, Any]:
     found["deviating"] = {
         row["case"]: {
             f"{s} {q}": [round(error(row, s, q), 5), cause(row["foreseen"][s], row["counted"][s], q)]
-            for s in STEPS
+            for s in PHASES
             for q in GOALS
             if abs(error(row, s, q)) > _NOTABLE
         }
         for row in good
-        if any(abs(error(row, s, q)) > _NOTABLE for s in STEPS for q in GOALS)
+        if any(abs(error(row, s, q)) > _NOTABLE for s in PHASES for q in GOALS)
     }
     return found
 
 
-def line(device: str, figures: dict[str, Any]) -> str:
-    """Returns a card's row of the published table, in Markdown: median and worst errors, first and steady step."""
-    cells = []
-    for quantity in GOALS:
-        for step in STEPS:
-            found = figures[f"{step} {quantity}"]
-            cells.append(f"{100 * found['median']:.3f}, {100 * abs(found['worst']):.2f} %")
-    return f"| {device} | {figures['num_rows']} | {' | '.join(cells)} |"
+def line(device: str, figures: dict[str, Any], quantity: str) -> str:
+    """Returns a card's row of the published table of a quantity, in Markdown: median and worst errors by phase."""
+    found = (figures[f"{phase} {quantity}"] for phase in PHASES)
+    cells = " | ".join(f"{100 * each['median']:.3f}, {100 * abs(each['worst']):.2f} %" for each in found)
+    return f"| {device} | {cells} |"
 
 
 def result_of(rows: Sequence[Row]) -> dict[str, Any]:
@@ -190,7 +187,7 @@ def result_of(rows: Sequence[Row]) -> dict[str, Any]:
     chosen = {device: [row for row in rows if row["device"] == device] for device in devices}
     return {
         **provenance(),
-        "schema": "memwall.benchmarks.phantom_truth/2",
+        "schema": SCHEMA,
         "tag": "simulated",
         "zoo_sha256": zoo_sha256(),
         "num_cases": len(CARDS) * len(FAMILIES) * len(OPTIMIZERS) * len(PRECISIONS),
@@ -211,7 +208,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     begin = time.monotonic()
     before = json.loads(options.output.read_text()) if options.output.exists() else {}
-    same = before.get("zoo_sha256") == zoo_sha256()
+    same = before.get("zoo_sha256") == zoo_sha256() and before.get("schema") == SCHEMA
     rows: dict[tuple[str, str], Row] = {(r["device"], r["case"]): r for r in before.get("rows", []) if same}
     asked = [
         [case for case in group if not options.cases or {case[0], "/".join(case)} & set(options.cases)]

@@ -11,7 +11,6 @@ from msgspec import Struct
 
 from memwall.predict.cuda_allocator.allocator_events import EventTrace, events_of_steps
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
-from memwall.predict.cuda_allocator.rounding import MIN_BLOCK_BYTES, round_up
 from memwall.predict.cuda_allocator.step_peaks import NUM_STEADY, StepPeak, event_peaks, step_peaks
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile
 from memwall.predict.host import batch_storages, host_bytes_of
@@ -83,14 +82,16 @@ class Phases:
         loaded = steady if resumed is None else resumed
         self._host, self._loaded_host = host_bytes_of(steps[1]), host_bytes_of(loaded)
         self._evaluation_host = None if evaluation is None else host_bytes_of(evaluation)
-        self._saved_bytes = sum(round_up(storage.nbytes, MIN_BLOCK_BYTES) for storage in _outliving(steady))
         self._built = _events(_standing_alone(steady, "parameter", "buffer"))
         self._resuming = _events(_standing_alone(loaded, "parameter", "buffer", "optimizer_state"))
-        self._trained = _events(first, steady)
+        between = _standing_alone(steady)
+        self._trained = _events(first, *([steady] * NUM_STEADY), between)
         self.run = self._trained
-        """Holds the steps of the run in order: a first and a steady one; evaluated, that and a steady one after it."""
+        """Holds the steps of the run in order: a first and steady ones, evaluated also an evaluation and steady ones
+        after it, and at the end what stands between steps."""
         if evaluation is not None:
-            self.run = _events(first, steady, _between_steps(evaluation, steady), steady)
+            evaluated = _between_steps(evaluation, steady)
+            self.run = _events(first, steady, evaluated, *([steady] * NUM_STEADY), between)
 
     def peaks(
         self, profile: VersionProfile, *, settings: AllocatorSettings | None = None, capacity_bytes: int | None = None
@@ -116,7 +117,7 @@ class Phases:
         found = {
             "build": _peak(built, host.build_peak_bytes),
             "first_step": _peak(trained[:1], host.step_peak_bytes),
-            "steady_step": _peak(trained[1:], host.step_peak_bytes),
+            "steady_step": _peak(trained[1:-1], host.step_peak_bytes),
         }
         if self._evaluation_host is not None:
             later = simulated(self.run)
@@ -129,7 +130,7 @@ class Phases:
                 host_bytes=max(host.step_peak_bytes, self._evaluation_host.step_peak_bytes),
             )
         found["save"] = PhasePeak(
-            allocated_bytes=self._saved_bytes,
+            allocated_bytes=trained[-1].allocated_bytes,
             reserved_bytes=trained[-1].reserved_bytes,
             host_bytes=host.save_peak_bytes,
             disk_bytes=host.weights_bytes + host.state_bytes,
@@ -139,7 +140,7 @@ class Phases:
 
 
 def _events(*steps: Step) -> EventTrace:
-    return events_of_steps(steps, num_repeats=NUM_STEADY)
+    return events_of_steps(steps, num_repeats=1)
 
 
 def evaluation_bytes(evaluation: Step, steady: Step, profile: VersionProfile) -> int:
@@ -162,11 +163,11 @@ def _peak(peaks: Sequence[StepPeak], host_bytes: int) -> PhasePeak:
 
 
 def _standing_alone(steady: Step, *categories: str) -> Step:
-    """Returns a step in which nothing happens, with what stands of these categories."""
+    """Returns a step in which nothing happens, with what stands of these categories; of all if none is given."""
     storages = tuple(
         msgspec.structs.replace(storage, birth=-1, dropped=1, death=1)
         for storage in _outliving(steady)
-        if storage.category in categories
+        if not categories or storage.category in categories
     )
     return msgspec.structs.replace(steady, ops=steady.ops[:1], storages=storages, saved=(), calls=(), marks=())
 

@@ -145,6 +145,32 @@ def test_what_the_loss_makes_beside_the_model_counts_in_evaluation(
     assert found["eval"].allocated_bytes >= found["save"].allocated_bytes + BATCH // 2 + BATCH
 
 
+class Scratching(nn.Module):
+    """Weights of 11.5 MiB, whose forward makes three tensors of 12 MiB: blocks that gradient and moments find free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(23 << 17))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scratch = [batch.new_zeros(12 << 18) for _ in range(3)]
+        return self.weight.sum() * scratch[0][0]
+
+
+def test_remainders_of_blocks_stand_between_steps(
+    workload_of: Callable[..., Workload], profile: VersionProfile
+) -> None:
+    """GIVEN state that takes larger blocks, too little of them left to split off WHEN a run is saved THEN it counts."""
+    workload = workload_of(Scratching, lambda: torch.ones(8), optimizer=torch.optim.AdamW)
+    run = record_fake_run(workload, workload.make_batch)
+    training = translated(run.training, hardware_named("a100-80gb"))
+    found = Phases((training.steps[0], training.steps[1]), None).peaks(profile)
+    assert found is not None
+    batch_bytes = 512
+    assert found["save"].allocated_bytes == 3 * 12 * MIB + batch_bytes
+
+
 def test_a_checkpoint_holds_weights_and_state(steps: Steps, profile: VersionProfile) -> None:
     found = peaks_of(steps, profile)
     assert found["save"].disk_bytes == 3 * WEIGHTS
