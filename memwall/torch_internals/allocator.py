@@ -41,3 +41,12 @@ def clear_cublas_workspaces() -> None:
     """Frees the workspaces of cuBLAS, which come back with the next product; without the function they stay."""
     if _clear_cublas is not None:
         _clear_cublas()
+
+
+record_history: Callable[..., None] = function(
+    "torch.cuda.memory._record_memory_history", "the CUDA allocator's history of allocations"
+)
+"""Has the allocator note every block that is handed out and comes back, which `snapshot` returns then.
+
+Raises NotAvailableError without it.
+"""

@@ -47,7 +47,8 @@ class Storage(Struct, frozen=True, array_like=True):
     dropped: int
     """Operation before which everything but autograd had let go of it (where known, else estimated)."""
     death: int
-    """Operation before which it died in a plain step; the number of operations if it outlives the step."""
+    """Operation before which it died in a plain step; the number of operations if it outlives the step. The one that
+    allocated it, where that frees it before it asks for anything else."""
     module: int
     phase: Phase
     batched: bool
@@ -160,3 +161,5 @@ class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The dtype of that tensor, e.g. `int64`."""
     lines: tuple[str, ...] = ()
     """Lines of the user's code, e.g. `models/gpt.py:42 forward`; none on other people's lines."""
+    is_phantom: bool = False
+    """Whether it ran on a phantom CUDA device: torch's own allocator and libraries chose, and nothing had values."""

@@ -59,6 +59,7 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
         "torch._C._accelerator_getAllocatorSettings": (lambda door: door.settings_in_force(), None),
         "torch._C._accelerator_setAllocatorSettings": (lambda door: door.set_settings(""), RAISES),
         "torch.cuda.memory._snapshot": (lambda door: door.snapshot(), RAISES),
+        "torch.cuda.memory._record_memory_history": (lambda door: door.record_history(), RAISES),
         "torch._C._cuda_clearCublasWorkspaces": (lambda door: door.clear_cublas_workspaces(), None),
     },
     autograd: {

@@ -172,7 +172,10 @@ def _script(step: Step) -> tuple[list[int], list[tuple[int, int]]]:
     wanted: list[int] = []
     for index, storage in enumerate(step.storages):
         is_on_device = storage.device.partition(":")[0] == "cuda"
-        if storage.nbytes <= 0 or storage.death <= storage.birth or not is_on_device:
+        if storage.nbytes <= 0 or storage.death < storage.birth or not is_on_device:
+            continue
+        if storage.death == storage.birth:  # its operation frees it before it asks for anything else
+            births[storage.birth] += [(index, storage.nbytes), (index, 0)]
             continue
         if storage.death < num_ops:
             deaths[storage.death].append((index, 0))
