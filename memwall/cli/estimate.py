@@ -13,6 +13,7 @@ from memwall.cli.options import (
     LoraOption,
     MaskShareOption,
     OptimizerOption,
+    RouteOption,
     TorchOption,
     parse_budget,
     parse_count,
@@ -60,6 +61,7 @@ def estimate(
     ] = None,
     mask_share: MaskShareOption = None,
     torch_version: TorchOption = None,
+    route: RouteOption = "translate",
     as_json: JsonOption = False,
 ) -> None:
     """Predict the peak of each phase of a run and say what it is made of; nothing is allocated or downloaded.
@@ -94,6 +96,7 @@ def estimate(
             "lora": lora,
             "mask_share": mask_share,
             "torch_version": torch_version,
+            "route": route,
         },
     )
     found = [searched(question, each.name, size) for each, size in zip(devices, budgets, strict=True)]

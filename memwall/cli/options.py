@@ -12,6 +12,7 @@ import typer
 from msgspec import Struct
 
 from memwall.errors import UsageError
+from memwall.trace.tags import Route
 from memwall.units import parse_size
 
 PASS_ARGUMENTS: dict[Any, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -102,6 +103,14 @@ LoraOption = Annotated[
         metavar="r=N,...",
         help="With a config.json: trains adapters, as r=16,targets=q_proj,v_proj; without targets all-linear, unlike "
         "PEFT's own default; with base=nf4 the base's linear layers are in 4 bits, as QLoRA's.",
+    ),
+]
+RouteOption = Annotated[
+    Route,
+    typer.Option(
+        "--route",
+        help="How the step is recorded for the device: translate records it on fake tensors, phantom has torch's own "
+        "CUDA build run it on a phantom card, with cuDNN's choices (`make phantom` once, 5 GB; no GPU).",
     ),
 ]
 TorchOption = Annotated[

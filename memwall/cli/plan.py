@@ -21,6 +21,7 @@ from memwall.cli.options import (
     ModeOption,
     NoDiskOption,
     OptimizerOption,
+    RouteOption,
     parse_allow,
     parse_budget,
     parse_disk,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from memwall.planning.planfile import Plan
     from memwall.planning.recordings import Recordings
     from memwall.trace.records import Trace
+    from memwall.trace.tags import Route
 
 
 def plan(
@@ -87,6 +89,7 @@ def plan(
     checkpointing: CheckpointingOption = False,
     lora: LoraOption = None,
     mask_share: MaskShareOption = None,
+    route: RouteOption = "translate",
     has_curve: CurveOption = False,
     ranks: RanksOption = None,
     ranks_per_node: RanksPerNodeOption = None,
@@ -122,7 +125,7 @@ def plan(
         "--eval-batch": eval_batch,
     }
     if hardware is None or not is_spec(source):
-        given |= {"--mask-share": mask_share}
+        given |= {"--mask-share": mask_share, "--route": None if route == "translate" else route}
         unused = [option for option, value in given.items() if value is not None]
         if unused and hardware is None:
             raise UsageError(f"{', '.join(unused)}: only together with --device NAME")
@@ -144,6 +147,7 @@ def plan(
             hardware,
             host_bytes=host_bytes or 0,
             mask_share=mask_share,
+            route=route,
             autocast=autocast,
             batch=batch,
             sequence=seq,
@@ -155,7 +159,7 @@ def plan(
         )
     if host_bytes:
         found = with_measured(found, allowed)
-    _check_recordable(source, allowed, None if asked is not None else found.recordings)
+    _check_recordable(source, allowed, None if asked is not None else found.recordings, route)
     trace = found.trace
     from msgspec.structs import replace
     from rich.console import Group
@@ -212,7 +216,7 @@ def plan(
         made = plan_for(budget_bytes)
     except InfeasibleError as error:
         if as_json:
-            write_json(forecast_without_plan(trace, error))
+            write_json(forecast_without_plan(trace, error, hardware))
         raise
     if found.evaluated is not None and not made.forecast.fits:
         made = with_smallest_that_holds(made, plan_for)
@@ -227,7 +231,9 @@ def plan(
     raise typer.Exit(forecast_status(made.forecast))
 
 
-def _check_recordable(source: str, allow: tuple[str, ...], recordings: "Recordings | None") -> None:
+def _check_recordable(
+    source: str, allow: tuple[str, ...], recordings: "Recordings | None", route: "Route" = "translate"
+) -> None:
     """Raises UsageError where a technique is allowed of which a trace file does not show what it does to the step."""
     from memwall.planning.modes import has_mode
     from memwall.planning.technique import techniques
@@ -236,6 +242,10 @@ def _check_recordable(source: str, allow: tuple[str, ...], recordings: "Recordin
         word = technique.allow
         is_offered = recordings is not None and word in recordings.offered
         if technique.is_seen_recorded and word in allow and not is_offered and not has_mode(allow):
+            if route == "phantom":
+                raise UsageError(
+                    f"--allow {word}: the step is not recorded with {word} on the phantom device; leave --route out"
+                )
             raise UsageError(
                 f"--allow {word}: {source} is a trace, and what {word} do to a step is seen by recording it with them; "
                 f"plan from the package.module:factory or the config.json, or give --allow {word} to `memwall run`"
@@ -252,15 +262,17 @@ def _hardware(device: str | None) -> "Hardware | None":
     return with_measured_context(hardware_named(device))
 
 
-def forecast_without_plan(trace: "Trace", error: InfeasibleError) -> "Forecast":
+def forecast_without_plan(trace: "Trace", error: InfeasibleError, hardware: "Hardware | None" = None) -> "Forecast":
     """Returns what `--json` prints where nothing fits: the peak is what the leanest plan needs, its margin included."""
     from memwall.planning.forecast import Forecast, PeakBytes
+    from memwall.trace.tags import route_of
     from memwall.trace.workload_facts import workload_facts
 
     smallest_bytes = error.smallest_feasible_bytes
     return Forecast(
         device=trace.device,
         source=trace.source,
+        route=None if hardware is None else route_of(trace),
         fits=False,
         budget_bytes=error.budget_bytes,
         margin_bytes=0,

@@ -9,6 +9,7 @@ from memwall.planning.estimate import Estimate
 from memwall.planning.estimate import estimate as estimate_of_trace
 from memwall.predict.cuda.context import with_measured_context
 from memwall.predict.cuda_allocator.torch_releases import profile_for
+from memwall.trace.tags import Route
 from memwall.trace.workload import Workload
 from memwall.units import parse_size
 
@@ -29,6 +30,7 @@ def estimate(
     lora: str | None = None,
     mask_share: float | None = None,
     torch_version: str | None = None,
+    route: Route = "translate",
 ) -> Estimate:
     """Returns the forecast of a training run on a device that is not here; nothing is allocated or downloaded.
 
@@ -48,7 +50,9 @@ def estimate(
             "r=16,targets=q_proj,v_proj"; without targets every linear layer but the output's gets one; with
             "base=nf4" these layers' weights are in 4 bits.
         mask_share: the share of rows that a data-dependent mask selects.
-        torch_version: the release whose allocator is simulated; None for the one installed.
+        torch_version: the release whose allocator is simulated; None for the one that the step was recorded with.
+        route: "translate" records the step on fake tensors and translates its operations to those of the device;
+            "phantom" has torch's own CUDA build run it on a phantom device, in a process of its own.
 
     Example:
         >>> import torch, memwall
@@ -86,12 +90,13 @@ def estimate(
         mask_share=mask_share,
         eval_batch=eval_batch,
         num_micro_batches=accumulate,
+        route=route,
     )
     return estimate_of_trace(
         run.training,
         hardware,
         budget_bytes=budget_bytes,
-        torch_version=torch_version,
+        torch_version=torch_version or run.training.torch_version,
         evaluation=run.evaluation,
         eval_failure=run.failure,
         num_micro_batches=accumulate,

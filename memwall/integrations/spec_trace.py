@@ -9,12 +9,14 @@ from memwall.errors import MemwallError, NeedsValuesError, TraceError, UsageErro
 from memwall.integrations.hugging_face.hf_config import config_path, hub_hint
 from memwall.integrations.hugging_face.hf_spec import hugging_face_workload
 from memwall.integrations.lower_precision import under_autocast
+from memwall.integrations.phantom.route import recorded_on_phantom
 from memwall.integrations.real_step import real_trace
 from memwall.machine.hardware import Hardware
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.roofline import Roofline
 from memwall.trace.fake import MOST_MICRO_BATCHES, RecordedRun, record_fake_run
 from memwall.trace.spec import describe_error, load_workload
+from memwall.trace.tags import Route
 from memwall.trace.workload import Workload
 
 
@@ -79,6 +81,22 @@ def workload_of_spec(spec: str | Workload, **options: Unpack[SpecOptions]) -> Wo
     return workload if autocast is None else under_autocast(workload, autocast)
 
 
+def workloads_of_spec(
+    spec: str | Workload, eval_batch: int | None, **options: Unpack[SpecOptions]
+) -> tuple[Workload, Workload]:
+    """Returns what is trained and what is evaluated, of a batch of its own if `eval_batch` says so.
+
+    Raises:
+        UsageError: the spec can't be used, or a factory is told a batch.
+    """
+    workload = workload_of_spec(spec, **options)
+    if eval_batch is None:
+        return workload, workload
+    if not _is_configuration(spec):
+        raise UsageError(f"--eval-batch: {_shown(spec)} is a factory, which decides that itself; leave it out")
+    return workload, workload_of_spec(spec, **options | {"batch": eval_batch})
+
+
 def device_run_of_spec(
     spec: str | Workload,
     hardware: Hardware,
@@ -88,6 +106,7 @@ def device_run_of_spec(
     num_micro_batches: int = 1,
     host_bytes: int = 0,
     changed: Callable[[Workload], Workload] | None = None,
+    route: Route = "translate",
     **options: Unpack[SpecOptions],
 ) -> RecordedRun:
     """Records two steps of a SPEC and an evaluation after them, as a device would run them.
@@ -97,6 +116,7 @@ def device_run_of_spec(
         num_micro_batches: forwards and backwards in each step.
         host_bytes: host memory that saved tensors may move to; 0 for none.
         changed: what is recorded in place of the SPEC's own workload.
+        route: "phantom" has torch's CUDA build run the step on a phantom device, in a process of its own.
 
     Where the step needs values that fake tensors don't have, a real one is recorded on this CPU, if it has the room.
 
@@ -104,11 +124,17 @@ def device_run_of_spec(
         UsageError: the spec or an option can't be used.
         TraceError: the step can't be recorded without data.
     """
-    workload = evaluated = workload_of_spec(spec, **options)
-    if eval_batch is not None:
-        if not _is_configuration(spec):
-            raise UsageError(f"--eval-batch: {_shown(spec)} is a factory, which decides that itself; leave it out")
-        evaluated = workload_of_spec(spec, **options | {"batch": eval_batch})
+    if route == "phantom":
+        return _phantom_run(
+            spec,
+            hardware,
+            mask_share=mask_share,
+            eval_batch=eval_batch,
+            num_micro_batches=num_micro_batches,
+            host_bytes=host_bytes,
+            **options,
+        )
+    workload, evaluated = workloads_of_spec(spec, eval_batch, **options)
     if changed is not None:
         workload = changed(workload)
     recording = recording_for(hardware)
@@ -139,6 +165,35 @@ def device_run_of_spec(
         evaluation = translated(evaluation, hardware, autocast=recording.autocast)
     training = translated(run.training, hardware, autocast=recording.autocast, host_bytes=host_bytes)
     return RecordedRun(training=training, evaluation=evaluation, failure=run.failure)
+
+
+def _phantom_run(
+    spec: str | Workload,
+    hardware: Hardware,
+    *,
+    mask_share: float | None,
+    eval_batch: int | None,
+    num_micro_batches: int,
+    host_bytes: int,
+    **options: Unpack[SpecOptions],
+) -> RecordedRun:
+    """Has torch's CUDA build record the SPEC on a phantom device; see `device_run_of_spec`."""
+    if not isinstance(spec, str):
+        raise UsageError(
+            "route phantom: a process of its own makes the workload; give package.module:factory or "
+            "path/file.py:factory in place of the Workload"
+        )
+    if mask_share is not None:
+        raise UsageError("--mask-share: only with --route translate; on the phantom device a mask selects nothing")
+    run = recorded_on_phantom(
+        spec, hardware, eval_batch=eval_batch, num_micro_batches=num_micro_batches, options={**options}
+    )
+    evaluation = run.evaluation
+    return RecordedRun(
+        training=translated(run.training, hardware, host_bytes=host_bytes),
+        evaluation=None if evaluation is None else translated(evaluation, hardware),
+        failure=run.failure,
+    )
 
 
 def _is_configuration(spec: str | Workload) -> bool:

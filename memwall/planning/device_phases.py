@@ -13,6 +13,7 @@ from memwall.predict.device import DeviceModel, as_first
 from memwall.predict.phases import PhasePeak, Phases, evaluation_bytes, returned_bytes
 from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
+from memwall.trace.tags import route_of
 from memwall.units import format_bytes
 
 # Budgets that are tried in search of one that holds, each so much larger at least; the last half in growing steps.
@@ -181,6 +182,7 @@ def _with_phases(plan: Plan, trace: Trace, found: Mapping[str, PhasePeak], proce
     )
     forecast = msgspec.structs.replace(
         plan.forecast,
+        route=route_of(trace),
         peak=peak,
         phases=phases,
         measured_phases=(),

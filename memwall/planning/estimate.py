@@ -17,6 +17,7 @@ from memwall.predict.host import HostBytes, host_bytes_of
 from memwall.predict.phases import PhasePeak, Phases, waiting_bytes
 from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
+from memwall.trace.tags import route_of
 from memwall.trace.workload_facts import workload_facts
 from memwall.units import format_bytes
 
@@ -130,6 +131,7 @@ def estimate(
     return Estimate(
         device=hardware.name,
         source=trace.source,
+        route=route_of(trace),
         fits=fits,
         budget_bytes=budget_bytes,
         margin_bytes=margin,

@@ -8,6 +8,7 @@ from memwall.planning.action import Action
 from memwall.planning.ranks.forecast import RanksForecast
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.link_time import LinkTime
+from memwall.trace.tags import Route
 from memwall.trace.workload_facts import WorkloadFacts
 
 
@@ -62,6 +63,8 @@ class Forecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Holds for every figure but the phases that were measured already."""
     device: str
     source: Literal["fake", "recorded", "snapshot"]
+    route: Route | None = None
+    """How the step was recorded for a device that is not here, as `--route` says; None on this one."""
     fits: bool | None
     budget_bytes: int | None
     margin_bytes: int

@@ -8,14 +8,25 @@ from memwall.units import format_bytes
 
 if TYPE_CHECKING:
     from memwall.planning.estimate import Estimate
+    from memwall.planning.forecast import Forecast
     from memwall.predict.cuda_allocator.advice import AllocatorAdvice
     from memwall.trace.workload_facts import WorkloadFacts
 
-_ROUTES = {
+_RECORDINGS = {
     "fake": "on fake tensors, without values, as the device would run it",
     "recorded": "two real steps on this CPU, translated: what runs hangs on values",
     "snapshot": "by the device's allocator",
 }
+
+_ROUTES = {
+    "translate": "translate, simulated; --route phantom has cuDNN's workspaces, and leaves out what hangs on values",
+    "phantom": "phantom, simulated; --route translate leaves out workspaces of cuDNN and temporaries of CUB",
+}
+
+
+def route_row(forecast: "Forecast") -> tuple[tuple[str, str], ...]:
+    """Returns how the step was recorded, and what the other route would leave out, as (name, value)."""
+    return () if forecast.route is None else (("route", _ROUTES[forecast.route]),)
 
 
 def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
@@ -41,7 +52,13 @@ def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
         ("margin", f"{format_bytes(estimate.margin_bytes)} ({estimate.margin_basis})"),
         *allocator_facts(estimate.allocator),
         ("host memory", _host_text(estimate)),
-        ("recorded", _ROUTES[estimate.source]),
+        (
+            "recorded",
+            "two steps of torch's CUDA build, simulated"
+            if estimate.route == "phantom"
+            else _RECORDINGS[estimate.source],
+        ),
+        *route_row(estimate),
         ("attention kernels", kernels or DASH),
         ("step", f"at least {seconds_or_dash(seconds)} at data-sheet peaks" if seconds is not None else DASH),
         ("micro-batch", _micro_batch_text(estimate)),

@@ -9,7 +9,7 @@ from memwall.planning.forecast import Forecast, Lever, PeakBytes
 from memwall.planning.planfile import Plan
 from memwall.planning.technique import technique_of
 from memwall.predict.link_time import LinkTime
-from memwall.report.estimate_grids import allocator_facts, workload_row
+from memwall.report.estimate_grids import allocator_facts, route_row, workload_row
 from memwall.report.grid import DASH, Grid, bytes_or_dash, ratio_text, seconds_or_dash, share_percent
 from memwall.units import format_bytes, format_seconds
 
@@ -64,7 +64,7 @@ def plan_facts(plan: Plan) -> tuple[tuple[str, str], ...]:
     if plan.micro_batch:
         samples = plan.micro_batch * plan.num_micro_batches
         facts.append(("batch", f"{plan.num_micro_batches} x {plan.micro_batch} = {samples} samples"))
-    facts += allocator_facts(forecast.allocator)
+    facts += [*allocator_facts(forecast.allocator), *route_row(forecast)]
     facts.append(("what binds", "; ".join(forecast.binding) or "nothing"))
     return tuple(facts)
 

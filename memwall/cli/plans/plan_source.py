@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memwall.planning.recordings import Recordings
     from memwall.trace.fake import RecordedRun
     from memwall.trace.records import Trace
+    from memwall.trace.tags import Route
     from memwall.trace.workload import Workload
 
 
@@ -55,6 +56,7 @@ def device_trace(
     host_bytes: int,
     mask_share: float | None,
     autocast: str | None,
+    route: "Route" = "translate",
     **model: Any,
 ) -> Source:
     """Returns the step as the device would run it, of a trace file or a SPEC.
@@ -76,7 +78,9 @@ def device_trace(
     if not is_spec(source):
         return Source(translated(load_source(source), hardware, host_bytes=host_bytes))
     lower = "bfloat16" if "bfloat16" in hardware.flops else "float16"
-    offered = frozenset({lower_precision.TECHNIQUE.allow, kernels.TECHNIQUE.allow})
+    offered = frozenset({lower_precision.TECHNIQUE.allow})
+    if route == "translate":  # a process of its own makes the workload, whose layers nothing here can replace
+        offered |= {kernels.TECHNIQUE.allow}
     runs: dict[frozenset[str], RecordedRun] = {}
     """Runs by the forms in which the step was recorded."""
 
@@ -88,6 +92,7 @@ def device_trace(
             mask_share=mask_share,
             autocast=lower if lower_precision.TECHNIQUE.allow in forms else autocast,
             changed=changed,
+            route=route,
             **model,
         )
         return runs[forms].training

@@ -5,6 +5,7 @@ which holds for traces recorded live on a CPU as well: where tensors are, and wh
 established is in neither: `not_modelled` lists it for a trace at hand.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import msgspec
@@ -83,6 +84,8 @@ def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
         found.append(
             "attention kernels and their workspaces, and scratch of reductions, under ROCm; hipBLASLt's workspace"
         )
+    elif trace.is_phantom:
+        return (*found, *_not_on_phantom(trace, has), _around(hardware))
     elif has("flash_attention_for_cpu"):
         found.append("the device's attention kernel, where attention was not called as F.scaled_dot_product_attention")
     if has("cudnn_attention"):
@@ -99,12 +102,26 @@ def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
         found.append("cuDNN's recurrent layers, and fused recurrent cells")
     if trace.autocast != "none":
         found.append("rare operators that autocast treats differently on a CPU and on CUDA; gradient scaling")
+    return (*found, _around(hardware))
+
+
+def _not_on_phantom(trace: Trace, has: Callable[..., bool]) -> Iterator[str]:
+    """Yields what a step on the phantom device leaves out; its allocator and its libraries' choices are real."""
+    yield "what hangs on values: on the phantom device all that is read is 0"
+    if has("convolution"):
+        yield "torch.backends.cudnn.benchmark, which takes what is fastest, with any workspace"
+    if has("batch_norm"):
+        yield "reserve space of cuDNN's batch normalisation"
+    if has("cudnn_rnn"):
+        yield "what cuDNN's recurrent layers keep for backward and work in, for which a size is assumed"
+
+
+def _around(hardware: Hardware) -> str:
     least, most = (format_bytes(size) for size in hardware.communicator_bytes)
-    found.append(
+    return (
         "torch.compile; what libraries take outside torch's allocator: with several ranks each communicator holds "
         f"{least} to {most} more on each of them, as published"
     )
-    return tuple(found)
 
 
 # -- changes of the records --------------------------------------------------------------------------------------------

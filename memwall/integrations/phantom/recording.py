@@ -1,0 +1,154 @@
+"""Records a step on a phantom CUDA device, within a process of its environment: torch's own CUDA build runs.
+
+The device's memory is address space: model and batches are made as fake tensors, and get room on the device without a
+byte in host memory, so that a model larger than this machine is recorded, too.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from memwall.errors import MemwallError
+from memwall.machine.hardware import Hardware
+from memwall.patches import Patches
+from memwall.predict.cuda.live_cuda import as_plain
+from memwall.predict.cuda.own_blocks import OwnBlocks, with_own_blocks
+from memwall.predict.roofline import Roofline
+from memwall.torch_internals.modules import own_buffers, own_parameters
+from memwall.torch_internals.trees import tree_map
+from memwall.trace.fake import MOST_MICRO_BATCHES, RecordedRun, fake_run
+from memwall.trace.records import Trace
+from memwall.trace.spec import describe_error
+from memwall.trace.trace_builder import TraceBuilder, run_evaluated, run_recorded
+from memwall.trace.workload import Workload
+
+_NUM_STEPS = 2
+
+
+def record_on_phantom(
+    workload: Workload, eval_batch: Callable[[], Any], hardware: Hardware, *, num_micro_batches: int = 1
+) -> RecordedRun:
+    """Records two training steps and an evaluation on the phantom device that this process has.
+
+    Args:
+        eval_batch: makes the batch that is evaluated.
+        num_micro_batches: forwards and backwards in a step; at most two are recorded, since further ones are alike.
+
+    Raises:
+        TraceError: the workload does not run a whole training step, or its tensors' sizes hang on values.
+    """
+    with fake_run(workload, [workload.make_batch, eval_batch]) as run:
+        fakes, model = run.batches, run.model
+    device = torch.device("cuda", 0)
+    move = _Mover(device)
+    move.model(model)
+    batch, evaluated = (tree_map(move.tensor, fake) for fake in fakes)
+    choices = _Choices()
+    with choices.in_force():
+        optimizer = workload.make_optimizer(model)
+        blocks = OwnBlocks(device)
+        builder = TraceBuilder([model], seconds_of=Roofline(hardware), workspaces=blocks)
+        training = run_recorded(
+            builder,
+            workload,
+            model,
+            optimizer,
+            batch,
+            num_steps=_NUM_STEPS,
+            num_micro_batches=min(num_micro_batches, MOST_MICRO_BATCHES),
+        )
+        evaluation, failure = None, ""
+        try:
+            evaluation = run_evaluated(builder, workload, model, optimizer, evaluated)
+        except Exception as error:  # whatever a model's own code raises; the training steps stand all the same
+            failure = str(error) if isinstance(error, MemwallError) else describe_error(error)
+    steps = training.steps if evaluation is None else (*training.steps, *evaluation.steps)
+    whole = with_own_blocks(steps, blocks.take(), device)
+
+    def finished(trace: Trace, begin: int) -> Trace:
+        mine = whole[begin : begin + len(trace.steps)]
+        return as_plain(msgspec.structs.replace(trace, steps=mine, is_phantom=True, autocast=choices.autocast))
+
+    return RecordedRun(
+        training=finished(training, 0),
+        evaluation=None if evaluation is None else finished(evaluation, len(training.steps)),
+        failure=failure,
+    )
+
+
+class _Mover:
+    """Gives fake tensors room on a device; one that is met twice, as tied weights are, gets it once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, Tensor] = {}
+        self._fakes: list[Tensor] = []
+        """Keeps them alive, so that no other takes the place of one."""
+
+    def model(self, model: nn.Module) -> None:
+        for module in model.modules():
+            for table in (own_parameters(module), own_buffers(module)):
+                for name, fake in table.items():
+                    if fake is not None:
+                        table[name] = self.tensor(fake)
+        model.to(self._device)  # recurrent layers lay their weights in one buffer
+
+    def tensor(self, fake: Any) -> Any:
+        """Returns a tensor of the same layout on the device; what is no tensor stays."""
+        if not isinstance(fake, Tensor):
+            return fake
+        if id(fake) not in self._moved:
+            self._fakes.append(fake)
+            place = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=self._device)
+            if isinstance(fake, nn.Parameter):
+                noted = vars(fake)
+                place = nn.Parameter(place, requires_grad=fake.requires_grad)
+                vars(place).update({name: value for name, value in noted.items() if name not in vars(place)})
+            self._moved[id(fake)] = place
+        return self._moved[id(fake)]
+
+
+class _Choices:
+    """Answers what a device without values cannot, and notes the precision that the step runs in."""
+
+    def __init__(self) -> None:
+        self.autocast: Literal["none", "bfloat16", "float16"] = "none"
+        """The precision of the last autocast that was entered."""
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        masking: Any = sys.modules.get("transformers.masking_utils")
+        with Patches("records a step on the phantom device") as patches:
+            patches.wrap(torch.autocast, "__init__", self._begin_autocast)
+            if hasattr(masking, "find_packed_sequence_indices"):
+                patches.wrap(masking, "find_packed_sequence_indices", _asked)
+            yield
+
+    def _begin_autocast(
+        self,
+        init: Callable[..., None],
+        autocast: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        """Begins autocast of the device, whichever one the workload was written for."""
+        if device_type == "cpu":
+            device_type, dtype = "cuda", torch.get_autocast_dtype("cpu") if dtype is None else dtype
+        init(autocast, device_type, dtype, enabled, cache_enabled)
+        if enabled:
+            self.autocast = "float16" if autocast.fast_dtype == torch.float16 else "bfloat16"
+
+
+def _asked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Has transformers hear that positions do not restart within a row; what the question allocates is allocated.
+
+    All positions read as 0, which it would take for packed sequences.
+    """
+    original(*args, **kwargs)
