@@ -31,20 +31,6 @@ from memwall.store.room import cuda_room_bytes
 from memwall.trace.modules import root_names
 from memwall.trace.records import Trace
 
-__all__ = [
-    "Handler",
-    "InRecording",
-    "Target",
-    "TierName",
-    "Zero",
-    "allowed",
-    "handler_of",
-    "register",
-    "registered",
-    "tag_of",
-    "unregister",
-]
-
 A = TypeVar("A", bound=Struct)
 H = TypeVar("H", bound="type[Handler[Any]]")
 TierName = Literal["disk", "host"]

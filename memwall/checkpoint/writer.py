@@ -22,8 +22,7 @@ from memwall.store.checksum import crc32
 from memwall.store.generation import Stored
 from memwall.store.journal import Journal
 from memwall.store.scheduling import schedule_as_batch
-from memwall.store.transfer import Transfer
-from memwall.store.workers import LOOK_SECONDS, stalled_disk
+from memwall.store.workers import LOOK_SECONDS, Transfer, stalled_disk
 
 _TENSOR_ALIGNMENT_BYTES = 64
 _NUM_STAGING_BLOCKS = 4

@@ -105,7 +105,8 @@ def _run_as_is_with_ample_room(request: RunRequest) -> None:
     is_alone = max(here.num_ranks, here.num_local_ranks) == 1 and not torch.cuda.is_available()
     if budget_bytes is None or not is_alone or is_asked_for_figures or request.checkpoint_path or request.allowed:
         return
-    from memwall.cli.running.run_as_is import has_ample_room, run_as_is
+    from memwall.cli.running.run_as_is import run_as_is
+    from memwall.integrations.scripts.ample_room import has_ample_room
 
     if has_ample_room(budget_bytes):
         request.require_disk()  # for the run that turns out to need a plan

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["note_sharers", "others_bytes"]
-
 _SUCCESS = 0
 _NOT_TOLD = (1 << 64) - 1
 _MOST_PROCESSES = 256

@@ -10,7 +10,8 @@ from memwall.machine.limits import num_local_ranks
 from memwall.machine.tiers import Tier
 from memwall.store.backend import SystemBackend
 from memwall.store.scratch import ScratchFile, Slot
-from memwall.store.transfer import DEFAULT_BLOCK_BYTES, Transfer, TransferPool
+from memwall.store.transfer import DEFAULT_BLOCK_BYTES, TransferPool
+from memwall.store.workers import Transfer
 
 _PASS_SECONDS = 0.25
 _QUEUE_DEPTH = 4

@@ -14,19 +14,6 @@ from memwall.errors import UsageError
 from memwall.machine.launched import launched
 from memwall.units import parse_size
 
-__all__ = [
-    "CgroupLimit",
-    "budget_bytes",
-    "cgroup_limit",
-    "device_total_bytes",
-    "free_memory_bytes",
-    "memory_limit_bytes",
-    "num_local_ranks",
-    "own_bytes",
-    "own_device",
-    "pinnable_bytes",
-]
-
 _ROOT = Path("/")
 # The kernel's "no limit" is the largest multiple of the page size in a signed 64-bit number; pages differ in size.
 _NO_LIMIT_BYTES = 1 << 62

@@ -12,18 +12,6 @@ from torch import nn
 from memwall.machine.device_peaks import AllocatorPeak, allocator_peak, reset_allocator_peak
 from memwall.machine.device_sharers import others_bytes
 
-__all__ = [
-    "CudaMeter",
-    "HeldBytes",
-    "HostMeter",
-    "Meter",
-    "meter_of",
-    "process_bytes",
-    "process_peak_bytes",
-    "reset_process_peak",
-    "return_free_memory",
-]
-
 _STATUS = "/proc/self/status"
 _STATM = "/proc/self/statm"
 _MOST_SAID_BYTES = 8192

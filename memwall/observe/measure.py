@@ -8,8 +8,6 @@ from memwall.planning.forecast import PeakBytes
 from memwall.session.session import Session
 from memwall.trace.tags import measured_tag
 
-__all__ = ["run_report"]
-
 
 def run_report(session: Session) -> RunReport:
     """Returns the report of a session that has ended.

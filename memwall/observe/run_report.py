@@ -12,8 +12,6 @@ from memwall.planning.planfile import Plan, decoded
 from memwall.trace.tags import Tag
 from memwall.versioned_files import FileKind, json_bytes, whole_file
 
-__all__ = ["Measured", "RankSpread", "RunReport", "load_pair"]
-
 _KIND = FileKind(
     noun="run report", schema="memwall.run", version=1, error=UsageError, way_out="run again with --report"
 )

@@ -10,8 +10,6 @@ from memwall.errors import UsageError
 from memwall.planning.action import Exactness
 from memwall.planning.technique import allowable, techniques
 
-__all__ = ["MODES", "allowed_words", "has_mode"]
-
 MODES: dict[str, tuple[str, tuple[Exactness, ...]]] = {
     "exact": ("the same bits; so it is where nothing is allowed", ()),
     "balanced": ("also what computes the same and rounds at other points", ("equivalent",)),

@@ -10,15 +10,6 @@ from memwall.observe.run_report import RunReport
 from memwall.report.grid import DASH, Grid, bytes_or_dash, error_percent, ratio_text, seconds_or_dash
 from memwall.units import format_bytes, format_seconds
 
-__all__ = [
-    "Outcome",
-    "comparison_grid",
-    "loss_difference",
-    "run_grid",
-    "time_findings",
-]
-
-
 # How far a step may lie outside the bounds that its forecast gave: its time is that noisy where both are right.
 _SHORTER, _LONGER = 0.95, 1.1
 _LEAST_STEPS = 5

@@ -10,8 +10,6 @@ from memwall.machine.meter import CudaMeter, Meter
 from memwall.store.room import CudaLimit, cuda_segment_room_bytes
 from memwall.units import format_bytes
 
-__all__ = ["DeviceBudget"]
-
 _log = logging.getLogger(__name__)
 
 # The first step under a plan proves actions, for which tensors live longer than they will; the second one begins with

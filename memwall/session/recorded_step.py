@@ -36,8 +36,6 @@ from memwall.trace.step_recorder import Parking
 from memwall.trace.together import models_of
 from memwall.trace.trace_builder import TraceBuilder
 
-__all__ = ["RecordedForms", "RecordedStep"]
-
 # Looked at whenever a tensor is saved or asked for, a process grows by so much between two looks, outside the heap: by
 # what an operator's library takes for itself, say. Two margins, which a budget that is told has, are more than that.
 _BETWEEN_LOOKS_BYTES = 24 << 20

@@ -19,7 +19,8 @@ from memwall.store.away_tensor import away_like
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.store.room import with_room
 from memwall.store.scratch import Slot
-from memwall.store.transfer import Transfer, TransferPool, memory_at
+from memwall.store.transfer import TransferPool, memory_at
+from memwall.store.workers import Transfer
 
 # Kernels load whole vectors; torch's own allocations begin at such a boundary as well.
 _TENSOR_ALIGNMENT_BYTES = 64

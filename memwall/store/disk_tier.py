@@ -18,7 +18,8 @@ from torch import Tensor
 from memwall.errors import StoreError
 from memwall.store.backend import ALIGNMENT_BYTES, round_up
 from memwall.store.scratch import Slot
-from memwall.store.transfer import Transfer, TransferPool, memory_at
+from memwall.store.transfer import TransferPool, memory_at
+from memwall.store.workers import Transfer
 from memwall.units import format_bytes
 
 P = TypeVar("P")

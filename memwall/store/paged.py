@@ -12,7 +12,8 @@ from memwall.errors import StoreError
 from memwall.store.backend import round_up
 from memwall.store.page_map import PageMap, has_pages, move_pages
 from memwall.store.scratch import Slot
-from memwall.store.transfer import Transfer, TransferPool, memory_at
+from memwall.store.transfer import TransferPool, memory_at
+from memwall.store.workers import Transfer
 
 
 class PagedTensor:

@@ -16,8 +16,6 @@ from memwall.store.closing import Closing
 from memwall.store.scratch import ScratchFile, Slot
 from memwall.store.workers import Piece, Transfer, WorkState, run_worker, shut_down
 
-__all__ = ["DEFAULT_BLOCK_BYTES", "Transfer", "TransferPool", "memory_at"]
-
 # 2 MiB is one huge page. One thread, O_DIRECT, overwriting, GB/s written | read (ext4 on a virtual disk, 2 cores under
 # load): 4 KiB 0.05 | 0.05, 256 KiB 2.0 | 0.8, 1 MiB 3.1 | 1.2, 2 MiB 4.4 | 1.5, 8 MiB 5.2 | 2.5.
 DEFAULT_BLOCK_BYTES = 2 << 20

@@ -11,8 +11,6 @@ from typing import Any
 from memwall.patches import Patches
 from memwall.torch_internals.names import REGISTRY, Name, find
 
-__all__ = ["SavedBytes", "Choose", "budget_ratio", "cut_by", "start_over"]
-
 SavedBytes = Callable[[float], int]
 """Returns how many bytes a graph saves at a ratio, beside what it was called with."""
 Choose = Callable[[SavedBytes, float], float]

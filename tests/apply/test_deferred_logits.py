@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memwall.apply.kernels.deferred_logits import DeferredLogits, LossCounts, Product
+from memwall.apply.kernels.deferred_logits import DeferredLogits
+from memwall.apply.kernels.deferred_product import LossCounts, Product
 from memwall.apply.kernels.patched import patch_kernels
 from memwall.errors import ApplyError
 from memwall.trace.step_recorder import StepRecorder

@@ -36,7 +36,8 @@ from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_curve
 from memwall.predict.treatment import StepModel
 from memwall.store.scratch import ScratchFile
-from memwall.store.transfer import Transfer, TransferPool
+from memwall.store.transfer import TransferPool
+from memwall.store.workers import Transfer
 from memwall.trace.records import Step, Trace
 from memwall.trace.trace_builder import TraceBuilder
 

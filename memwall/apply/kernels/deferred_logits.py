@@ -17,7 +17,6 @@ from torch import Tensor
 
 from memwall.apply.kernels.deferred_product import (
     DeferredGradient,
-    LossCounts,
     Product,
     check_unchanged,
     versions_of,
@@ -26,8 +25,6 @@ from memwall.torch_internals.dispatch import make_wrapper, without_subclass_func
 from memwall.torch_internals.operators import schema_of
 from memwall.torch_internals.trees import tree_map_only
 from memwall.triton_kernels import linear_cross_entropy
-
-__all__ = ["DeferredLogits", "LossCounts", "Product"]
 
 
 class DeferredLogits(Tensor):

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memwall.apply.kernels.deferred_logits import DeferredLogits, LossCounts, Product
+from memwall.apply.kernels.deferred_logits import DeferredLogits
+from memwall.apply.kernels.deferred_product import LossCounts, Product
 from memwall.apply.kernels.match import MAX_DIFFERENCE, KernelMatch, relative_difference
 from memwall.triton_kernels.linear_cross_entropy import chunk_rows_for, linear_cross_entropy
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 from msgspec import Struct
 from torch import nn
 
-from memwall.apply.kernels.deferred_logits import LossCounts
+from memwall.apply.kernels.deferred_product import LossCounts
 from memwall.apply.kernels.head import HEAD_KERNEL, head_candidate, head_disagreement, head_of
 from memwall.apply.kernels.match import KernelMatch, candidates, disagreement, obstacle
 from memwall.errors import ApplyError

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from memwall.torch_internals.partitioner import SavedBytes, cut_by
 from memwall.units import format_bytes
 
-__all__ = ["LEAST_RATIO", "GraphCuts"]
-
 _log = logging.getLogger(__name__)
 
 _RATIOS = (1.0, 0.75, 0.5, 0.25, 0.1)

@@ -18,8 +18,6 @@ from memwall.torch_internals.compiler import is_compiled, num_compiled
 from memwall.torch_internals.partitioner import budget_ratio, start_over
 from memwall.trace.records import Trace
 
-__all__ = ["CompiledGraphsEffect", "CompiledGraphsHandler"]
-
 _log = logging.getLogger(__name__)
 
 _SHARE = 0.5

@@ -11,8 +11,6 @@ from memwall.apply.technique import Handler, InRecording, Target, register
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.kernels import TECHNIQUE, FusedKernels, can_use_kernels, kernels_in
 
-__all__ = ["KernelsEffect", "KernelsHandler"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from memwall.cli.options import Script
 from memwall.cli.running.run_end import end_run, end_run_as_it_is
-from memwall.integrations.scripts.ample_room import AmpleRoom, has_ample_room
+from memwall.integrations.scripts.ample_room import AmpleRoom
 from memwall.integrations.scripts.execution import execute
 from memwall.machine.meter import process_peak_bytes
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from memwall.errors import MemwallError
     from memwall.integrations.launcher import ScriptRun
     from memwall.session.session import Session
-
-__all__ = ["has_ample_room", "run_as_is"]
 
 
 def run_as_is(

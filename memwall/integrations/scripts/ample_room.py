@@ -34,8 +34,6 @@ from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node, execution_is_transformed, version_of
 from memwall.units import format_bytes
 
-__all__ = ["AmpleRoom", "has_ample_room"]
-
 _log = logging.getLogger(__name__)
 
 _WHY = "sees whether a script needs more than a quarter of its budget"

@@ -13,8 +13,6 @@ from memwall.errors import MemwallError
 from memwall.patches import Patches
 from memwall.torch_internals.compiler import num_compiled
 
-__all__ = ["BeforeScript", "ScriptEnded", "execute", "without_step"]
-
 _INTERRUPTED = 130  # what a shell shows for a program that Ctrl-C ended: 128 + SIGINT
 _OF_COMPILED = (
     ". If torch.compile was given the function that calls the model, give it the model: memwall plans what calls it"

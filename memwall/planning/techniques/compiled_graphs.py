@@ -9,8 +9,6 @@ from memwall.planning.action import Action, Exactness
 from memwall.planning.technique import Technique
 from memwall.trace.records import COMPILED_CODE, Trace
 
-__all__ = ["TECHNIQUE", "CompiledGraphs"]
-
 
 class CompiledGraphs(Action, frozen=True, kw_only=True, tag="compiled-graphs"):
     """Has compiled graphs save less of their forwards, and compute it again in their backwards."""
