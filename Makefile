@@ -230,10 +230,17 @@ soak: $(STAMP)
 reference: $(STAMP)
 	$(BIN)/python .ci/reference.py
 
-wheel: $(STAMP)
+# The source distribution and the wheels for Linux. Beside them, too: nobody but this needs a compiler for other machines.
+ZIGLANG := 0.17.1
+AUDITWHEEL := 6.8.2
+RELEASE_FOLDER := .venv/release-$(ZIGLANG)-$(AUDITWHEEL)
+$(RELEASE_FOLDER)/.installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --target $(RELEASE_FOLDER) ziglang==$(ZIGLANG) auditwheel==$(AUDITWHEEL)
+	touch $@
+
+wheel: $(RELEASE_FOLDER)/.installed
 	rm -rf build dist
-	$(BIN)/python -m build --wheel --outdir dist
-	$(BIN)/python .ci/check_wheel.py dist/*.whl
+	$(BIN)/python .ci/wheels.py $(RELEASE_FOLDER) dist
 
 demo: $(STAMP)
 	$(BIN)/memwall demo

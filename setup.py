@@ -4,9 +4,9 @@ import sys
 
 from setuptools import Extension, setup
 
-# Plain C without Python's headers, loaded by ctypes. Where no compiler is found the installation goes on without it,
-# and memwall has malloc return each large tensor, at the price of page faults, zlib compute checksums, and no tables of
-# rows.
+# Plain C without Python's headers, loaded by ctypes, so that one build serves every Python. Where no compiler is found
+# the installation goes on without it, and memwall has malloc return each large tensor, at the price of page faults,
+# zlib compute checksums, and no tables of rows.
 TENSOR_HEAP = Extension(
     "memwall.native.tensor_heap",
     sources=["memwall/native/tensor_heap.c", "memwall/native/tensor_heap_hook.c"],
@@ -14,12 +14,14 @@ TENSOR_HEAP = Extension(
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     libraries=["dl", "pthread"],
     optional=True,
+    py_limited_api=True,
 )
 CRC32 = Extension(
     "memwall.native.crc32",
     sources=["memwall/native/crc32.c"],
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     optional=True,
+    py_limited_api=True,
 )
 PAGES = Extension(
     "memwall.rows.native.pages",
@@ -27,12 +29,17 @@ PAGES = Extension(
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     libraries=["pthread"],
     optional=True,
+    py_limited_api=True,
 )
 ROWS = Extension(
     "memwall.rows.native.rows",
     sources=["memwall/rows/native/rows.c"],
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     optional=True,
+    py_limited_api=True,
 )
 
-setup(ext_modules=[TENSOR_HEAP, CRC32, PAGES, ROWS] if sys.platform == "linux" else [])
+setup(
+    ext_modules=[TENSOR_HEAP, CRC32, PAGES, ROWS] if sys.platform == "linux" else [],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if sys.platform == "linux" else {},
+)

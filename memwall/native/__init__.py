@@ -6,7 +6,6 @@ goes on with what malloc offers and with zlib, and has no tables of rows.
 
 import ctypes
 from collections.abc import Mapping
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +22,8 @@ def load_library(
         folder: where it was built; memwall.native by default.
         signatures: for each function the type of its result, and those of its arguments.
     """
-    path = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"{name}{suffix}").exists()), None)
-    if path is None:
+    path = folder / f"{name}.abi3.so"
+    if not path.exists():
         return None
     library = ctypes.CDLL(str(path))
     for function_name, (result, arguments) in signatures.items():
