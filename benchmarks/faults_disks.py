@@ -85,7 +85,7 @@ def _from_what_is_left(
     resumed = Forked(copy, train).ended()
     if resumed is None:
         return "hangs when resumed", ended.said
-    after = _outcome(resumed, plain, (2, 6))
+    after = _outcome(resumed, plain, (2,))  # the disk works now, and what lies there is damaged
     if after == "identical" or (after == "one clear error" and not is_whole):
         return _outcome(ended, plain, (6,)), ended.said
     return f"{after} when resumed from what is {'' if is_whole else 'not '}whole", ended.said + resumed.said
@@ -146,7 +146,7 @@ def _on_a_small_disk(
         shutil.copytree(disk.mount / "run", copy / "kept")
     if ended.digest:
         return [("identical" if ended.digest == plain.digest else "different", ended.said)]
-    return [_resumed(copy, train, ended, plain, (2, 6))]  # 2 where it was full, or read-only, when the run began
+    return [_resumed(copy, train, ended, plain, (6,))]
 
 
 def _harmed(

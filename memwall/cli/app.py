@@ -23,7 +23,7 @@ app = typer.Typer(
     name="memwall",
     help="Make a PyTorch training run fit a byte budget, as fast as the hardware allows, with the same loss.",
     epilog="Exit status: 0 fits or done; 1 another rank failed; 2 bad input; 3 does not fit, or grew too much; 4 fits "
-    "only inside the margin; 5 ran over the budget; 6 the disk failed in the run; otherwise the script's own.",
+    "only inside the margin; 5 ran over the budget; 6 the disk failed or is full; otherwise the script's own.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -24,8 +24,8 @@ def check_directory(path: str | os.PathLike[str], needed_bytes: int = 0) -> None
     """Checks that `path` can hold `needed_bytes` of offloaded bytes.
 
     Raises:
-        OffloadIOError: its disk fails, or the kernel has stopped writes to it.
-        StoreError: it is missing, no directory, not writable, in RAM, or too full; the message says what to do.
+        OffloadIOError: its disk fails or is full, or the kernel has stopped writes to it.
+        StoreError: it is missing, no directory, not writable, in RAM, or too small; the message says what to do.
     """
     shown = os.fspath(path)
     try:
@@ -87,8 +87,6 @@ def _check_writable(shown: str) -> None:
         _raise_if_failing(shown, error)
         if error.errno == errno.EROFS:
             problem, advice = "its filesystem is mounted read-only", "remount it or give another directory"
-        elif error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            problem, advice = "not even an empty file fits there", "free space or give another directory"
         else:
             problem = f"no file can be created there ({os.strerror(error.errno or 0)})"
             advice = "change its permissions or give a directory that you may write to"

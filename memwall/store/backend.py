@@ -236,27 +236,32 @@ def _move_fully(
         done += count
 
 
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # Of a device, its driver, or metadata that came back damaged; never of a folder that was chosen badly. ENOMEM is what
 # ext4 says of a block of its own that the device has no more.
 _DISK_FAILS = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO, errno.ENOMEM}
 
 
 def refused(what: str, error: OSError, *, path: str, advice: str, failing: frozenset[int] = frozenset()) -> StoreError:
-    """Returns the error for a call that the system refused: an `OffloadIOError` where the disk fails.
+    """Returns the error for a call that the system refused: an `OffloadIOError` where the disk fails or is full.
 
     Args:
         what: begins the message: what cannot be done where.
         path: the file or folder.
-        advice: ends the message where the disk is not to blame.
+        advice: ends the message where the disk does not fail.
         failing: further numbers that here mean that the disk fails.
     """
     number = error.errno or 0
     reason = f"{what}: {os.strerror(number)} (errno {number})"
     is_stopped = number == errno.EROFS and is_made_read_only(path)
-    if number not in _DISK_FAILS | failing and not is_stopped:
+    if number in DISK_FULL:
+        advice = f"free space there or {advice}" if advice else "free space there"
+    elif number in _DISK_FAILS | failing or is_stopped:
+        advice = "the disk or its driver reports an error: look at the kernel log (dmesg)"
+    else:
         return StoreError(f"{reason}; {advice}")
     return OffloadIOError(
-        f"{reason}; the disk or its driver reports an error: look at the kernel log (dmesg)",
+        f"{reason}; {advice}",
         path=path,
         offset=0,
         wanted_bytes=0,

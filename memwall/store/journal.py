@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from memwall.errors import OffloadIOError, StoreError
-from memwall.store.backend import ALIGNMENT_BYTES, SystemBackend, read_fully, refused, write_fully
+from memwall.store.backend import ALIGNMENT_BYTES, DISK_FULL, SystemBackend, read_fully, refused, write_fully
 from memwall.store.closing import Closing
 from memwall.store.commit_format import (
     COMMIT_BYTES,
@@ -284,7 +284,7 @@ class Journal(Closing):
 
     def _failed(self, verb: str, path: str, error: OSError) -> OffloadIOError:
         reason = os.strerror(error.errno or 0)
-        advice = "free space there" if error.errno in {errno.ENOSPC, errno.EDQUOT} else "look at the kernel log (dmesg)"
+        advice = "free space there" if error.errno in DISK_FULL else "look at the kernel log (dmesg)"
         return OffloadIOError(
             f"{verb} the checkpoint's file {path} failed: {reason} (errno {error.errno}); {advice}, and continue from "
             "the last committed step with --resume",

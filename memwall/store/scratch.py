@@ -5,14 +5,14 @@ import os
 import threading
 from dataclasses import dataclass, field
 
-from memwall.errors import StoreError
-from memwall.store.backend import OpenScratch, SystemBackend, read_fully, refused, round_up, write_fully
+from memwall.errors import OffloadIOError, StoreError
+from memwall.store.backend import DISK_FULL, OpenScratch, SystemBackend, read_fully, refused, round_up, write_fully
 from memwall.store.closing import Closing
 from memwall.store.extents import FreeExtents
 from memwall.store.page_map import PageMap
 from memwall.units import format_bytes
 
-_OUT_OF_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_OUT_OF_SPACE = DISK_FULL | {errno.EFBIG}
 
 
 @dataclass(slots=True, eq=False)
@@ -231,8 +231,13 @@ class ScratchFile(Closing):
         except OSError:
             free_text = "an unknown number of bytes"
         cause = "the disk quota is used up" if error.errno == errno.EDQUOT else f"{free_text} are free"
-        return StoreError(
+        return OffloadIOError(
             f"{format_bytes(needed_bytes)} more of disk are needed in {self.path}, but {cause} "
             f"({format_bytes(self._reserved_bytes)} are held by this run already); free space there or give another "
-            f"directory with {self.option} DIR"
+            f"directory with {self.option} DIR",
+            path=self.path,
+            offset=self._reserved_bytes,
+            wanted_bytes=needed_bytes,
+            got_bytes=0,
+            errno=error.errno or 0,
         )

@@ -147,6 +147,14 @@ def test_other_refusals_are_named(tmp_path: Path, number: int, words: str) -> No
         scratch.allocate(1)
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("asked", ["allocate", "reserve"])
+def test_a_full_disk_is_no_bad_input_before_a_run_and_in_it(tmp_path: Path, number: int, asked: str) -> None:
+    with ScratchFile(tmp_path, backend=Full(0, number)) as scratch, pytest.raises(OffloadIOError) as caught:
+        getattr(scratch, asked)(KIB)
+    assert (caught.value.exit_status, caught.value.errno) == (6, number)
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ENOMEM])  # ENOMEM: ext4, of a block that is gone
 def test_a_disk_that_fails_at_a_reservation_is_no_bad_input(tmp_path: Path, number: int) -> None:
     said = r"could not be reserved in .* look at the kernel log"
