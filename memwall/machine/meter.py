@@ -4,6 +4,7 @@ import ctypes
 import gc
 import mmap
 import os
+import resource
 from typing import NamedTuple, Protocol
 
 import torch
@@ -151,15 +152,31 @@ class HostMeter:
     device = "cpu"
     now_bytes = staticmethod(process_bytes)
     peak_bytes = staticmethod(process_peak_bytes)
-    reset_peak = staticmethod(reset_process_peak)
+
+    def __init__(self) -> None:
+        self._read_at, self._held = -1, HeldBytes(0, 0)
+        """Keep the page faults of this process until the last read, and what that said."""
+
+    def reset_peak(self) -> bool:
+        """Begins a new peak."""
+        self._read_at = -1
+        return reset_process_peak()
 
     def held(self) -> HeldBytes:
-        """Returns both from one read of the system's."""
+        """Returns both from one read of the system's, or from the one before while no page was faulted in since.
+
+        Nothing else makes a process larger. What it has let go of meanwhile counts as standing until the next read.
+        """
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        num_faults = usage.ru_minflt + usage.ru_majflt
+        if num_faults == self._read_at:
+            return self._held
         try:
             text = _status()
         except FileNotFoundError:
             return HeldBytes(_bytes_elsewhere(), _bytes_elsewhere())
-        return HeldBytes(_said_bytes(text, b"VmRSS:"), _said_bytes(text, b"VmHWM:"))
+        self._read_at, self._held = num_faults, HeldBytes(_said_bytes(text, b"VmRSS:"), _said_bytes(text, b"VmHWM:"))
+        return self._held
 
     def allocator_peak(self) -> None:
         """Nothing: malloc says less of itself than the system does."""

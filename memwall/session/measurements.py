@@ -10,7 +10,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from memwall.machine.device_peaks import AllocatorPeak, SeparatePeaks
-from memwall.machine.meter import CudaMeter, HeldBytes, HostMeter, Meter, meter_of
+from memwall.machine.meter import CudaMeter, HostMeter, Meter, meter_of
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
 from memwall.torch_internals.storages import sparse_indices, sparse_values
@@ -34,6 +34,8 @@ class Measurements(Struct, kw_only=True):
     judged_peak_bytes: int = 0
     """Highest process bytes of what has to keep to the budget: on a CPU of the whole run, on a CUDA device of what
     follows the recorded step, which has all optimizer state there by design."""
+    standing_bytes: int = 0
+    """Bytes that were held when the last step had ended."""
     base_bytes: int = 0
     step_seconds: list[float] = []
     num_steps: int = 0
@@ -63,12 +65,6 @@ class Measurements(Struct, kw_only=True):
         """Returns what the process has held at most, for warning and verdict, without what the system can take back."""
         with self.showing:
             return self.meter.peak_bytes() - self.shown_bytes()
-
-    def held(self) -> HeldBytes:
-        """Returns what the process holds now, and what it has held at most without what the system can take back."""
-        with self.showing:
-            held = self.meter.held()
-            return held._replace(peak_bytes=held.peak_bytes - self.shown_bytes())
 
     def note_peak(self) -> int:
         """Notes what the process held at most, and returns it; to be called before each reset of that, and at the end.
@@ -126,7 +122,7 @@ class Measurements(Struct, kw_only=True):
             is_planned: whether it ran under a plan.
             is_first: whether its first optimizer has stepped now, or a further one.
         """
-        peak_bytes = self.meter.peak_bytes()
+        self.standing_bytes, peak_bytes = self.meter.held()
         self.note(peak_bytes)
         self.last_peak_bytes = peak_bytes if is_first else max(self.last_peak_bytes, peak_bytes)
         self.num_steps += is_first

@@ -9,7 +9,6 @@ from torch import nn
 
 from memwall.apply.offload.parking import close_unneeded
 from memwall.errors import InfeasibleError, MemwallError, NoEffectError, RankError
-from memwall.machine.meter import HeldBytes
 from memwall.session.live_plan import LivePlan
 from memwall.session.loop.changes import LoopChanges
 from memwall.session.loop.turns import FirstTurns
@@ -64,8 +63,8 @@ class Steps:
             budget_bytes=lambda: self.live.budget_bytes,
             is_compiled=lambda: any(map(is_compiled, self.borders.attached_model.modules())),
         )
-        self._held: HeldBytes | None = None
-        """Keeps what was held when the present forward began; None where that is to be read anew."""
+        self._peak_bytes: int | None = None
+        """Keeps the most that was held when the present forward began; None where that is to be read anew."""
         self._unseen = UnseenSteps(self.measured, lambda: self.live.budget_bytes, self.live.in_effect.allocator)
         self._first_turns = FirstTurns()
         self._changes = LoopChanges(self.live, self.borders, self.recovery)
@@ -202,10 +201,10 @@ class Steps:
         if self.state == "waiting":  # what comes first may be an evaluation
             self.measured.begin_run(self.borders.attached_model)
         self._watch.start(self.live.budget_bytes)
-        # One read answers three questions of a step that begins. What is shown of parameters is still to be taken off.
+        # What ended the last step has mostly read it already. What is shown of parameters is still to be taken off.
         is_plain = self.measured.meter.device == "cpu" and not self.measured.shown_bytes()
-        self._held = self.measured.meter.held() if is_plain else None
-        self._watch.look(None if self._held is None else self._held.peak_bytes)
+        self._peak_bytes = self.measured.meter.held().peak_bytes if is_plain else None
+        self._watch.look(self._peak_bytes)
         self._note_engine_failure()
         if self.failure is not None:
             self._tell_others()
@@ -263,9 +262,11 @@ class Steps:
         if self.state == "running":
             self.live.in_effect.device_budget.begin_step()
             is_same = self.live.in_effect.num_changes == num_changes
-            held = self._held if is_same and self._held is not None else self.measured.held()
-            self.recovery.begin_step(held.peak_bytes, is_told=self.log.on_step is not None)
-            self._growth.begin_step(held.standing_bytes)
+            peak_bytes = self._peak_bytes if is_same else None
+            if peak_bytes is None:
+                peak_bytes = self.measured.held_peak_bytes()
+            self.recovery.begin_step(peak_bytes, is_told=self.log.on_step is not None)
+            self._growth.begin_step(self.measured.standing_bytes or self.measured.meter.now_bytes())
         if self.live.in_effect.num_changes != num_changes:
             self._clock.forget()
             self._room.restart()

@@ -3,6 +3,7 @@
 There is no CUDA here: its calls are stand-ins that say what a card would.
 """
 
+import mmap
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import memwall
 from memwall.machine import meter
 from memwall.machine.meter import (
     CudaMeter,
+    HeldBytes,
     HostMeter,
     meter_of,
     process_bytes,
@@ -96,6 +98,39 @@ def test_the_base_of_a_run_on_a_cpu_is_what_the_process_holds_without_its_tensor
     assert meter.base_bytes(0) - meter.base_bytes(5 * MIB) == pytest.approx(5 * MIB, abs=MIB)
 
 
+def test_what_is_held_is_read_anew_once_a_page_came_in_or_the_peak_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """WHEN the process takes memory, or a peak begins THEN what is held is read; WHEN neither THEN nothing is read."""
+    num_faults = 0
+    monkeypatch.setattr(meter, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda _: usage()))
+
+    def usage() -> SimpleNamespace:
+        return SimpleNamespace(ru_minflt=num_faults, ru_majflt=0)
+
+    def said(peak: int) -> None:
+        monkeypatch.setattr(meter, "_status", lambda: b"VmHWM:\t%d kB\nVmRSS:\t1 kB\n" % peak)
+
+    found = HostMeter()
+    said(peak=5)
+    assert found.held().peak_bytes == 5 * 1024
+    said(peak=7)
+    assert found.held().peak_bytes == 5 * 1024
+    num_faults += 1
+    assert found.held().peak_bytes == 7 * 1024
+    said(peak=6)
+    found.reset_peak()
+    assert found.held().peak_bytes == 6 * 1024
+
+
+def test_memory_that_is_taken_for_a_moment_is_part_of_what_is_held_next() -> None:
+    found = HostMeter()
+    before_bytes = found.held().peak_bytes
+    block = mmap.mmap(-1, before_bytes - process_bytes() + 32 * MIB)
+    for offset in range(0, len(block), mmap.PAGESIZE):
+        block[offset] = 1
+    block.close()
+    assert found.held().peak_bytes > before_bytes + 16 * MIB
+
+
 class Fixed(HostMeter):
     """Says what a test has it say."""
 
@@ -106,6 +141,9 @@ class Fixed(HostMeter):
 
     def peak_bytes(self) -> int:
         return 9 * GIB
+
+    def held(self) -> HeldBytes:
+        return HeldBytes(7 * GIB, 9 * GIB)
 
     def others_bytes(self) -> None: ...
 

@@ -19,7 +19,7 @@ import memwall
 from memwall.apply.memory.allocator import hooked_heap
 from memwall.errors import ApplyError, InfeasibleError, PlanError, UsageError
 from memwall.integrations.accelerate import MemwallPlugin
-from memwall.machine.meter import process_bytes
+from memwall.machine.meter import HeldBytes, process_bytes
 from memwall.planning.action import Action
 from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
@@ -202,7 +202,8 @@ def test_a_step_that_uses_more_than_foreseen_brings_a_new_plan(tmp_path: Path, m
             case.loss(case.model, case.batch).backward()
             with monkeypatch.context() as meter:
                 if number == 2:
-                    meter.setattr(session.measured.meter, "peak_bytes", lambda: budget - 4 * MIB)
+                    held = HeldBytes(process_bytes(), budget - 4 * MIB)
+                    meter.setattr(session.measured.meter, "held", lambda held=held: held)
                 optimizer.step()
             foreseen.append(session.plan and session.plan.forecast.phases["steady_step"].process_bytes)
     assert session.measured.num_replans == 1

@@ -85,7 +85,7 @@ class GrowthWatch:
         """Looks at what the steps so far have left; to be called when a step begins.
 
         Args:
-            now_bytes: what is held.
+            now_bytes: what was held when the last one had ended.
         """
         self._num_steps += 1
         self._look_at_handles()
@@ -184,7 +184,8 @@ class GrowthWatch:
 def _num_open_files() -> int:
     """Returns how many files this process has open; 0 where the system does not tell."""
     try:
-        return len(os.listdir("/proc/self/fd")) - 1  # that of the listing itself
+        # Linux says it as the folder's size from 6.2 on; to list it takes a hundred times as long.
+        return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd")) - 1  # that of the listing itself
     except OSError:
         return 0
 
