@@ -230,7 +230,7 @@ class PlanInEffect:
         Raises:
             NoEffectError: an action has none.
         """
-        if self.applied is not None:
+        if self.applied is not None and self.applied.handlers:
             self._measured.lost |= self.applied.lost
             self.applied.check_effects()
 

@@ -304,14 +304,8 @@ class Steps:
             self._clock.end(is_first=is_first)
         peak_bytes = self.measured.end_step(is_planned=is_planned, is_first=is_first)
         self._watch.look(peak_bytes)
-        self.log.end_step(
-            peak_bytes,
-            is_first=is_first,
-            is_planned=is_planned,
-            budget_bytes=self.live.budget_bytes,
-            forecast_bytes=None if self.live.plan is None else self.live.plan.forecast.steady_process_bytes,
-            num_actions=0 if self.live.plan is None else len(self.live.plan.actions),
-        )
+        if self.log.on_step is not None:
+            self._log_step(peak_bytes, is_first=is_first, is_planned=is_planned)
         if is_planned:
             self.recovery.end_step(self.measured.last_peak_bytes)
         if not self.borders.in_step and self._num_checked < self.measured.num_steps:
@@ -320,6 +314,17 @@ class Steps:
                 self._check_effects()
             self.live.in_effect.leave_room(self._room)
         self._is_applied_inside = False
+
+    def _log_step(self, peak_bytes: int, *, is_first: bool, is_planned: bool) -> None:
+        plan = self.live.plan
+        self.log.end_step(
+            peak_bytes,
+            is_first=is_first,
+            is_planned=is_planned,
+            budget_bytes=self.live.budget_bytes,
+            forecast_bytes=None if plan is None else plan.forecast.steady_process_bytes,
+            num_actions=0 if plan is None else len(plan.actions),
+        )
 
     def _check_effects(self) -> None:
         try:

@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 _STRETCHES = (5, 20, 80)
 """Steps in each of the four stretches: what grows fast is found in 20 steps, what grows slowly later."""
 _NUM_STRETCHES = 4
+_FIRST_STEPS = _NUM_STRETCHES * _STRETCHES[0] + 1
+"""Steps after which what came before the first of them does not count any more."""
 _EVEN = 0.5
 """The least rise from one stretch to the next, as a share of the largest."""
 _LEAST_BYTES = 8 << 20
@@ -97,6 +99,10 @@ class GrowthWatch:
                 self._ask(now_bytes)
             return
         self._bytes.append(float(now_bytes))
+        if self._num_steps == len(self._bytes) == _FIRST_STEPS:
+            # What the recorded step had left was often less, and would have each of the next 300 looked at closely.
+            self._bytes.popleft()
+            self._least_bytes = min(self._bytes)
         self._least_bytes = min(self._least_bytes, now_bytes)
         self._has_risen = now_bytes - self._least_bytes >= _LEAST_BYTES
         if not self._has_risen:
