@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-import memwall
 from memwall.errors import UsageError
 
 _VARIABLE = "PHANTOM_ENV"
@@ -20,7 +19,7 @@ def phantom_environment() -> Path:
     Raises:
         UsageError: there is none, or it was not built to its end.
     """
-    asked, clone = os.environ.get(_VARIABLE), Path(memwall.__file__).resolve().parent.parent
+    asked, clone = os.environ.get(_VARIABLE), Path(__file__).resolve().parents[3]
     has_sources = (clone / "phantom" / "environment.py").is_file()
     folder = Path(asked) if asked else clone / ".venv" / "phantom"
     if phantom_runner(folder) is not None:

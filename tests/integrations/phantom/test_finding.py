@@ -27,7 +27,8 @@ SPEC = "training.py:small"
 def no_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An installed memwall: no phantom/ lies beside the package."""
     monkeypatch.delenv("PHANTOM_ENV", raising=False)
-    monkeypatch.setattr(environment.memwall, "__file__", str(tmp_path / "site-packages" / "memwall" / "__init__.py"))
+    here = tmp_path.joinpath("site-packages", *Path(environment.__file__).parts[-4:])
+    monkeypatch.setattr(environment, "__file__", str(here))
     return tmp_path
 
 
