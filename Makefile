@@ -187,9 +187,10 @@ $(TORCHAO_FOLDER)/.installed: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TORCHAO_FOLDER) torchao==$(TORCHAO)
 	touch $@
 
-# transformers imports these wherever it finds them, so only these tests do.
+# transformers imports these wherever it finds them, so only these tests do. All are of one file: each worker takes the
+# next test instead.
 test-recipes: $(PEFT_FOLDER)/.installed
-	PYTHONPATH=$(CURDIR)/$(PEFT_FOLDER) $(PYTEST) tests/recipes -k 'not as_printed'
+	PYTHONPATH=$(CURDIR)/$(PEFT_FOLDER) $(PYTEST) --dist load tests/recipes -k 'not as_printed'
 
 $(PEFT_FOLDER)/.installed: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(PEFT_FOLDER) peft==$(PEFT) bitsandbytes==$(BITSANDBYTES)
