@@ -1,5 +1,6 @@
 """Autocast: forward runs in a lower precision where torch's lists allow it, if the user does and nothing else fits."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -8,8 +9,8 @@ import msgspec
 from memwall.planning.action import Action, Exactness
 from memwall.planning.settings import Settings
 from memwall.planning.technique import DeepSpeedPart, Recording, Technique
-from memwall.predict.half_precision import computes_in_half
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
 
 
 class Autocast(Action, frozen=True, kw_only=True, tag="autocast"):
@@ -89,6 +90,18 @@ def can_autocast(trace: Trace, allow: tuple[str, ...]) -> str | None:
         return "lower precision changes numerics; allow it with --allow precision"
     if trace.autocast != "none":
         return f"the run already uses autocast to {trace.autocast}"
-    if computes_in_half(trace):
+    if _computes_in_half(trace):
         return "the weights are in half precision already"
     return None
+
+
+def _computes_in_half(trace: Trace) -> bool:
+    """Returns whether most of forward's arithmetic that reads a weight reads one of sixteen bits."""
+    step = steady_step(trace)
+    flops: Counter[bool] = Counter()
+    for op in step.ops:
+        read = (step.storages[number] for number in op.inputs)
+        dtypes = {storage.dtype for storage in read if storage.category == "parameter"}
+        if op.phase == "forward" and dtypes:
+            flops[not dtypes.isdisjoint(("bfloat16", "float16"))] += op.flops
+    return flops[True] > flops[False]
