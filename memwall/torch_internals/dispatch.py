@@ -68,8 +68,8 @@ Raises NotAvailableError without it: attention cannot be recorded as CUDA runs i
 """
 
 
-class _StandIn(TorchDispatchMode):
-    """Sees nothing, in the place of a mode that ended within an inference mode."""
+class StepMode(TorchDispatchMode):
+    """Sees operations of a step in which torch.compile may compile; compiled code is one operation."""
 
     supports_higher_order_operators = True
 
@@ -77,6 +77,10 @@ class _StandIn(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Lets torch.compile compile."""
         return True
+
+
+class _StandIn(StepMode):
+    """Sees nothing, in the place of a mode that ended within an inference mode."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -19,7 +19,7 @@ from memwall.errors import TraceError
 from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
 from memwall.torch_internals.compiler import calls_as_one, inside_compiled, is_compiled, is_region, unseen
-from memwall.torch_internals.dispatch import TorchDispatchMode, leave_mode
+from memwall.torch_internals.dispatch import StepMode, leave_mode
 from memwall.torch_internals.operators import num_flops, schema_of
 from memwall.torch_internals.sharding import is_sharding_unit, local_part
 from memwall.trace.attached import attach_hook
@@ -99,7 +99,7 @@ def _numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-class StepRecorder(TorchDispatchMode):
+class StepRecorder(StepMode):
     """Records from `start()` to `finish()`; between them at least one forward, backward and optimizer step run.
 
     Args:
@@ -111,13 +111,6 @@ class StepRecorder(TorchDispatchMode):
         begins_step: tells whether a call of a root, with gradients on, is the next step's; by default that is so once
             an optimizer has stepped.
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Lets torch.compile compile while a step is recorded: compiled code is one operation."""
-        return True
 
     def __init__(
         self,

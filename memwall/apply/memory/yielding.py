@@ -8,23 +8,16 @@ import torch
 
 from memwall.store.room import CudaLimit, with_room
 from memwall.torch_internals.compiler import is_region
-from memwall.torch_internals.dispatch import TorchDispatchMode, leave_mode
+from memwall.torch_internals.dispatch import StepMode, leave_mode
 from memwall.torch_internals.operators import schema_of
 
 
-class Yielding(TorchDispatchMode):
+class Yielding(StepMode):
     """Has a limit give way from construction until `stop`, or has others make room.
 
     Operations that write into a tensor are not repeated: they may have begun to. Nor is compiled code, which lets go of
     what it was given, nor another operation that stands for a function: the limit ends where the step has one.
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Lets torch.compile compile in the step."""
-        return True
 
     def __init__(
         self,

@@ -8,20 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from memwall.torch_internals.compiler import is_region
-from memwall.torch_internals.dispatch import TorchDispatchMode, active_dispatch_modes, leave_mode
+from memwall.torch_internals.dispatch import StepMode, active_dispatch_modes, leave_mode
 from memwall.torch_internals.storages import StorageWeakRef
 from memwall.trace.source_lines import SourceLines
 
 
-class Births(TorchDispatchMode):
+class Births(StepMode):
     """Notes from construction until `stop`; what it notes keeps nothing alive."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Lets torch.compile compile in the step."""
-        return True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
