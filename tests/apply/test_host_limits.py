@@ -18,10 +18,10 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload import parking
 from memwall.apply.offload.parking import Parked
-from memwall.apply.optimizer_state import cpu_speed, open_state
+from memwall.apply.optimizer_state import open_state
 from memwall.apply.optimizer_state.state_keeper import StateKeeper, can_place, why_not_on_cpu
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
-from memwall.apply.techniques import offload
+from memwall.apply.techniques import cpu_step, offload
 from memwall.errors import StoreError
 from memwall.machine import limits
 from memwall.machine.limits import memory_limit_bytes
@@ -225,11 +225,11 @@ def test_saved_tensors_get_the_host_memory_that_the_plan_has_not_meant_for_state
 
 
 def test_how_fast_the_cpu_steps_is_measured_unseen_by_who_watches_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_speed, "_NUM_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(cpu_step, "_NUM_ELEMENTS", 1 << 10)
     seen: list[object] = []
     handle = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
     try:
-        assert cpu_speed.cpu_step_bytes_per_second() > 0
+        assert cpu_step._bytes_per_second() > 0
     finally:
         handle.remove()
     assert not seen

@@ -11,7 +11,7 @@ import torch
 from figures import untagged, without_unit
 from forecasts import FACTORY, LLAMA, MIB, OPTIONS, SCHEMA, Run, estimated
 
-from memwall.apply.optimizer_state import cpu_speed
+from memwall.apply.techniques import cpu_step
 from memwall.cli.app import main
 from memwall.cli.plans.plan_source import Source, with_measured
 from memwall.machine.hardware import hardware_named
@@ -280,7 +280,7 @@ def test_a_step_on_the_cpu_is_measured_for_every_way_to_record_the_step(monkeypa
             optimizer=lambda parameters: torch.optim.AdamW(parameters),
         )
     )
-    monkeypatch.setattr(cpu_speed, "_NUM_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(cpu_step, "_NUM_ELEMENTS", 1 << 16)
     trace = msgspec.structs.replace(
         trace,
         machine=Machine(
@@ -323,7 +323,7 @@ def sgd():
 def test_a_step_on_the_cpu_is_refused_without_host_memory_or_for_another_optimizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_speed, "_NUM_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(cpu_step, "_NUM_ELEMENTS", 1 << 16)
     (tmp_path / "training.py").write_text(STEPPED)
     refused = []
     for name, more in (("adam", ()), ("sgd", ("--host", "1GiB"))):

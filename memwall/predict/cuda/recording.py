@@ -19,8 +19,8 @@ from memwall.predict.cuda.autocast_lists import cuda_autocast_lists
 from memwall.predict.cuda.cuda_device import CudaDevice
 from memwall.predict.cuda.recurrent import cuda_recurrent
 from memwall.predict.cuda.results import cuda_results
-from memwall.predict.cuda.whole_rms_norm import fused_rms_norm
 from memwall.predict.cuda.workspaces import CudaWorkspaces
+from memwall.torch_internals.operators import library_for_now
 
 
 class CudaRecording:
@@ -46,7 +46,7 @@ class CudaRecording:
                 patches.enter("functions", "recurrent layers", cuda_recurrent())
             patches.wrap(F, "dropout", _fused_dropout)
             patches.enter("operators", "torch.ops.aten, autocast-lists", cuda_autocast_lists())
-            patches.enter("operators", "torch.ops.aten, rms-norm", fused_rms_norm())
+            patches.enter("operators", "torch.ops.aten, rms-norm", _whole_rms_norm())
             patches.enter("operators", "torch.ops.aten, results", cuda_results())
             yield
 
@@ -80,3 +80,24 @@ def _fused_dropout(
     if inplace or not training or not 0 < p < 1 or input.numel() == 0:
         return original(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
+
+
+@contextmanager
+def _whole_rms_norm() -> Iterator[None]:
+    """Keeps RMS norms of fake tensors on a CPU from being taken to pieces, within.
+
+    `torch.rms_norm` calls an operator that CUDA has a kernel for and that a CPU takes to pieces; of those autograd
+    saves a copy of the input and of the result in float32. With a kernel in the CPU's place the operator stays whole,
+    and autograd saves what it does on CUDA: the input, the weight and one number per row. Fake tensors still find
+    shapes by way of the pieces.
+
+    Source: aten/src/ATen/native/layer_norm.cpp, `rms_norm_symint`; cuda/layer_norm_kernel.cu, `_fused_rms_norm_cuda`;
+    what is saved is what torch 2.13 saves of `_fused_rms_norm`.
+    """
+
+    def only_fake(*_: Any) -> Any:
+        raise AssertionError("a step is recorded on fake tensors, which run no kernel")
+
+    with library_for_now("aten", "IMPL") as library:
+        library.impl("_fused_rms_norm", only_fake, "CPU")
+        yield

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memwall.integrations.largest import largest_that_fits
+from memwall.cli.estimate_search import largest_that_fits
 
 
 def forecasts(peak_bytes: Callable[[int], int], budget_bytes: int) -> Callable[[int], Any]:
