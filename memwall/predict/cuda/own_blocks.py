@@ -45,7 +45,7 @@ class OwnBlocks(CudaWorkspaces):
         super().__init__(cuda_device_here(device))
         self._index = 0 if device.index is None else device.index
         record_history(enabled="all", context=None)
-        self._begin = self._num_calls()
+        self._begin, self._num_earlier = self._num_calls(), len(self._events())
         self._spans: list[tuple[int, int]] = []
 
     @contextmanager
@@ -67,9 +67,13 @@ class OwnBlocks(CudaWorkspaces):
 
     def take(self) -> list[tuple[OwnBlock, ...]]:
         """Returns the blocks of each operator that has run so far, in order."""
-        history = snapshot()["device_traces"][self._index]
-        events = [(one["action"] == "alloc", one["addr"], one["size"]) for one in history if one["action"] in _CALLS]
+        events = self._events()[self._num_earlier :]
         return [own_blocks(events[begin:end]) for begin, end in self._spans]
+
+    def _events(self) -> list[Event]:
+        """Returns what was recorded so far, earlier recordings of the process included."""
+        history = snapshot()["device_traces"][self._index]
+        return [(one["action"] == "alloc", one["addr"], one["size"]) for one in history if one["action"] in _CALLS]
 
     def _num_calls(self) -> int:
         counts = torch.cuda.memory_stats_as_nested_dict(self._index)["allocation"]["all"]

@@ -11,6 +11,7 @@ import torch
 
 from memwall.cli.app import main
 from memwall.errors import TraceError
+from memwall.integrations.phantom.recording import record_on_phantom
 from memwall.integrations.spec_trace import device_run_of_spec
 from memwall.machine.hardware import hardware_named
 from memwall.planning.estimate import Estimate, estimate
@@ -126,3 +127,11 @@ def test_kernels_are_not_recorded_there(capsys: pytest.CaptureFixture[str]) -> N
     command = ["plan", f"{SPECS}:looking_up", "--device", "h100-80gb", "--route", "phantom", "--budget", "4GiB"]
     assert main([*command, "--allow", "kernels"]) == 2
     assert "--allow kernels: the step is not recorded with kernels on the phantom device" in capsys.readouterr().err
+
+
+def test_a_process_records_as_often_as_it_is_asked() -> None:
+    """GIVEN a history of allocations that goes on THEN each recording reads its own part of it."""
+    workload = route_specs.convolutions()
+    runs = [record_on_phantom(workload, workload.make_batch, H100) for _ in range(2)]
+    first, second = ([s.nbytes for s in run.training.steps[1].storages if s.birth >= 0] for run in runs)
+    assert first == second
