@@ -95,15 +95,10 @@ def predicted(run: Run) -> dict[str, Any]:
     Raises:
         MemwallError: the model's step can't be recorded without data.
     """
-    hardware = hardware_named(DEVICE)
-    recording = recording_for(hardware)
     begin = time.perf_counter()
-    trace = record_fake(
-        _workload(run), target="cuda", workspaces=recording.workspaces, choices=recording.choices(), mask_share=0.5
-    )
-    trace = translated(trace, hardware)
+    trace = translated_trace(run)
     recorded = time.perf_counter()
-    reserved_bytes = _reserved_bytes(trace)
+    reserved_bytes = reserved_bytes_of(trace)
     return {
         "key": run.key,
         "live_bytes": max(live_peak_bytes(step, "cuda") for step in trace.steps[:2]),
@@ -114,13 +109,25 @@ def predicted(run: Run) -> dict[str, Any]:
     }
 
 
-def _reserved_bytes(trace: Trace) -> int:
-    peaks = step_peaks((trace.steps[0], trace.steps[1]), profile_for(ALLOCATOR)[0])
+def translated_trace(run: Run) -> Trace:
+    """Returns a run's first steps, recorded on fake tensors and translated."""
+    hardware = hardware_named(DEVICE)
+    recording = recording_for(hardware)
+    trace = record_fake(
+        workload_of(run), target="cuda", workspaces=recording.workspaces, choices=recording.choices(), mask_share=0.5
+    )
+    return translated(trace, hardware)
+
+
+def reserved_bytes_of(trace: Trace, allocator: str = ALLOCATOR) -> int:
+    """Returns what the allocator of a torch release would reserve in a first step and steady ones."""
+    peaks = step_peaks((trace.steps[0], trace.steps[1]), profile_for(allocator)[0])
     assert peaks is not None, "a simulated device without end has memory for everything"
     return max(peak.reserved_bytes for peak in peaks)
 
 
-def _workload(run: Run) -> Workload:
+def workload_of(run: Run) -> Workload:
+    """Returns the training step of a run."""
     return Workload(
         model=partial(_model, run.model),
         batch=partial(_batch, run.batch_size, run.shape),
