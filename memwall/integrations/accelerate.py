@@ -79,8 +79,9 @@ class MemwallPlugin:
         # A wrapper (DDP) calls the module within it, whose paths are those of the plan and whose hooks it runs.
         check_model(prepared[place])
         trained = accelerator.unwrap_model(prepared[place])
+        optimizers = [torch_optimizer(part) for part in prepared if isinstance(part, torch.optim.Optimizer)]
         self.session = self._session_on(
-            trained, _optimizers_among(prepared), set_by_loop=set_by_loop() if self._plan is not None else ()
+            trained, optimizers, set_by_loop=set_by_loop() if self._plan is not None else ()
         )
         return prepared
 
@@ -159,10 +160,6 @@ def _place_of_model(parts: Sequence[Any]) -> int:
         f"plugin.prepare(accelerator, ...) was given {found}; expected one model and what optimizes it, in any order. "
         "Prepare a further model, one that is not trained say, by accelerator.prepare"
     )
-
-
-def _optimizers_among(prepared: Iterable[Any]) -> list[torch.optim.Optimizer]:
-    return [torch_optimizer(part) for part in prepared if isinstance(part, torch.optim.Optimizer)]
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:

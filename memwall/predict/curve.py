@@ -48,7 +48,7 @@ def live_curve(storages: Iterable[Storage], num_ops: int, *, device: str | None 
     """
     change = np.zeros(num_ops + 1, dtype=np.int64)
     for storage in storages:
-        if device is not None and storage.device.partition(":")[0] != device:
+        if device is not None and storage.device_type != device:
             continue
         begin, end = max(storage.birth, 0), min(storage.death, num_ops)
         if begin < end:
@@ -70,7 +70,7 @@ def peak_of(trace: Trace, step: Step) -> Peak:
     modules: dict[str, int] = {}
     lines: dict[str, dict[str, int]] = {}
     for storage in step.storages:
-        if storage.birth <= op < storage.death and storage.device.partition(":")[0] == trace.device:
+        if storage.birth <= op < storage.death and storage.device_type == trace.device:
             categories[storage.category] = categories.get(storage.category, 0) + storage.nbytes
             name = module_name(trace, storage.module) if storage.birth >= 0 else f"({storage.category})"
             modules[name] = modules.get(name, 0) + storage.nbytes

@@ -3,7 +3,7 @@
 import msgspec
 
 from memwall.predict.curve import live_peak_bytes
-from memwall.trace.records import Step, Storage, Trace
+from memwall.trace.records import Storage, Trace
 
 
 def evaluation_bytes(trace: Trace, *, batch: int) -> int:
@@ -16,17 +16,12 @@ def evaluation_bytes(trace: Trace, *, batch: int) -> int:
         batch: samples that are evaluated at once.
     """
     step = trace.steps[0]
-    end = _end_of_forward(step)
+    end = next((operation for name, operation in step.marks if name == "backward"), len(step.ops))
     scale = max(1.0, batch / trace.micro_batch) if trace.micro_batch else 1.0
     storages = tuple(_evaluated(storage, scale, end, len(step.ops)) for storage in step.storages)
     forward = msgspec.structs.replace(step, ops=step.ops[:end], storages=storages)
     # What operators need for themselves grows with the batch as well, for all that is known.
     return trace.base_bytes + int(trace.workspace_bytes * scale) + live_peak_bytes(forward, trace.device)
-
-
-def _end_of_forward(step: Step) -> int:
-    """Returns the operation at which the first backward begins."""
-    return next((operation for name, operation in step.marks if name == "backward"), len(step.ops))
 
 
 def _evaluated(storage: Storage, scale: float, end: int, num_ops: int) -> Storage:

@@ -93,7 +93,7 @@ def batch_storages(step: Step) -> list[Storage]:
     return [
         storage
         for index, storage in enumerate(step.storages)
-        if storage.category == "input" and index in read and storage.device.partition(":")[0] == "cuda"
+        if storage.category == "input" and index in read and storage.device_type == "cuda"
     ]
 
 
@@ -102,7 +102,7 @@ def _on_device(step: Step, *categories: str) -> list[Storage]:
     return [
         storage
         for storage in step.storages
-        if storage.birth < 0 and storage.category in categories and storage.device.partition(":")[0] == "cuda"
+        if storage.birth < 0 and storage.category in categories and storage.device_type == "cuda"
     ]
 
 

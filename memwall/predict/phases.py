@@ -200,9 +200,5 @@ def _outliving(step: Step) -> list[Storage]:
         for storage in step.storages
         if storage.death >= num_ops
         and (storage.birth < 0 or storage.category == "optimizer_state")
-        and _is_on_device(storage)
+        and storage.device_type == "cuda"
     ]
-
-
-def _is_on_device(storage: Storage) -> bool:
-    return storage.device.partition(":")[0] == "cuda"

@@ -102,7 +102,7 @@ def _shrink_temporaries(storages: list[Storage], step: Step, share: float) -> No
     """Leaves of a device's temporaries, which a foreach step makes for all parameters, those of a share of them."""
     made_at: dict[int, list[int]] = {}
     for number, storage in enumerate(step.storages):
-        is_temporary = storage.category == "temporary" and storage.device.partition(":")[0] == "cuda"
+        is_temporary = storage.category == "temporary" and storage.device_type == "cuda"
         if is_temporary and storage.birth >= 0 and step.ops[storage.birth].phase == "optimizer":
             made_at.setdefault(storage.birth, []).append(number)
     for numbers in made_at.values():
@@ -135,5 +135,5 @@ def _num_buckets(sizes: Sequence[int], bucket_bytes: int) -> int:
 
 
 def _is_movable(storage: Storage, min_bytes: int) -> bool:
-    is_in_reach = storage.device.partition(":")[0] in ("cpu", "cuda")
+    is_in_reach = storage.device_type in ("cpu", "cuda")
     return storage.category == "optimizer_state" and is_in_reach and storage.nbytes >= max(1, min_bytes)

@@ -73,13 +73,9 @@ def _row(change: Change) -> tuple[str, ...]:
         change.name,
         format_bytes(change.before_bytes),
         format_bytes(change.after_bytes),
-        _signed(change.change_bytes),
+        ("+" if change.change_bytes > 0 else "") + format_bytes(change.change_bytes),
         percent_text(change),
     )
-
-
-def _signed(num_bytes: int) -> str:
-    return f"+{format_bytes(num_bytes)}" if num_bytes > 0 else format_bytes(num_bytes)
 
 
 def _seconds_row(before: float | None, after: float | None) -> tuple[str, ...]:

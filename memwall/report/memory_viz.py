@@ -142,7 +142,7 @@ class _Arena:
         changes = []
         for index, storage in enumerate(step.storages):
             birth, death = max(storage.birth, 0), storage.death
-            if storage.nbytes and storage.device.partition(":")[0] == trace.device and birth < death:
+            if storage.nbytes and storage.device_type == trace.device and birth < death:
                 changes.append((birth, 1, index))
                 if death < len(step.ops):
                     changes.append((death, 0, index))

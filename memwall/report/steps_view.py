@@ -24,8 +24,9 @@ def steps_view(steps: Sequence[StepMetrics], *, now_seconds: float | None = None
     last = steps[-1]
     age_seconds = max(0.0, (time.time() if now_seconds is None else now_seconds) - last.unix_seconds)
     timed = [one.step_seconds for one in steps if one.step_seconds is not None]
+    plan = f"{last.num_actions} actions" if last.is_planned else "recorded, to plan from"
     lines = [
-        ("step", f"{last.step}, ended {format_seconds(age_seconds)} ago; {_plan_words(last)}"),
+        ("step", f"{last.step}, ended {format_seconds(age_seconds)} ago; {plan}"),
         ("held", _bar(last)),
         ("budget", format_bytes(last.budget_bytes, rounding="down") if last.budget_bytes else "none"),
     ]
@@ -43,10 +44,6 @@ def steps_view(steps: Sequence[StepMetrics], *, now_seconds: float | None = None
     if last.num_replans or last.oom_recoveries:
         lines.append(("again", f"{last.num_replans} plans, {last.oom_recoveries} steps after memory ran out"))
     return Group(facts(lines), *_warnings(steps))
-
-
-def _plan_words(last: StepMetrics) -> str:
-    return f"{last.num_actions} actions" if last.is_planned else "recorded, to plan from"
 
 
 def _bar(last: StepMetrics) -> str:

@@ -153,7 +153,7 @@ def fake_run(
         if target == "cuda":
             flatten_weights(model)
         values.forget(model.parameters())
-        builder = TraceBuilder([model], seconds_of=seconds_of or _no_seconds, workspaces=workspaces)
+        builder = TraceBuilder([model], seconds_of=seconds_of or (lambda _: 0.0), workspaces=workspaces)
         place.builder = builder
         place.outside = "making the optimizer"
         optimizer = workload.make_optimizer(model)
@@ -176,10 +176,6 @@ class _Place:
     def now(self) -> str:
         place = self.builder.place if self.builder is not None else ""
         return place or self.outside
-
-
-def _no_seconds(work: OpWork) -> float:
-    return 0.0
 
 
 def _choose_foreach(optimizer: torch.optim.Optimizer) -> None:

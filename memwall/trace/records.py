@@ -58,6 +58,11 @@ class Storage(Struct, frozen=True, array_like=True):
     dtype: str = ""
     """Names that of the first tensor in it, e.g. `float32`; "" where none was seen."""
 
+    @property
+    def device_type(self) -> str:
+        """Returns its device without a number: "cuda" of "cuda:0"."""
+        return self.device.partition(":")[0]
+
 
 class SavedTensor(Struct, frozen=True, array_like=True):
     """A tensor that autograd kept for backward."""

@@ -30,7 +30,7 @@ def with_cublas_workspaces(step: Step, is_first: bool, names: Sequence[str], dev
         is_first: they come into being in this step; otherwise they are there before it.
     """
     num_ops = len(step.ops)
-    place = next((s.device for s in step.storages if s.device.partition(":")[0] == "cuda"), "cuda")
+    place = next((s.device for s in step.storages if s.device_type == "cuda"), "cuda")
     workspaces: list[tuple[int, Callable[[Op], bool]]] = [
         (_cublas_bytes(device), lambda op: _takes_cublas(step, op, names[op.name]))
     ]

@@ -171,7 +171,7 @@ def _script(step: Step) -> tuple[list[int], list[tuple[int, int]]]:
     deaths: list[list[tuple[int, int]]] = [[] for _ in range(num_ops)]
     wanted: list[int] = []
     for index, storage in enumerate(step.storages):
-        is_on_device = storage.device.partition(":")[0] == "cuda"
+        is_on_device = storage.device_type == "cuda"
         if storage.nbytes <= 0 or storage.death < storage.birth or not is_on_device:
             continue
         if storage.death == storage.birth:  # its operation frees it before it asks for anything else
