@@ -8,7 +8,7 @@ in an unmodified loop mean what they meant. Hooks that see gradients on their wa
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -266,14 +266,19 @@ def _on_all_ranks(is_finite: Tensor) -> bool:
 
 def leaves(roots: tuple[Tensor | GradientEdge, ...]) -> Iterator[Tensor]:
     """Returns the tensors whose `.grad` a backward pass from `roots` adds to."""
-    nodes = (root.grad_fn if isinstance(root, Tensor) else root.node for root in roots)
-    stack = [node for node in nodes if node is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
+    for node in nodes_of(root.grad_fn if isinstance(root, Tensor) else root.node for root in roots):
         leaf = getattr(node, "variable", None)  # AccumulateGrad's
         if isinstance(leaf, Tensor):
             yield leaf
+
+
+def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yields the nodes of a graph, once each, from those that a backward pass begins at; None stands for none."""
+    stack = list(dict.fromkeys(node for node in roots if node is not None))
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

@@ -126,14 +126,15 @@ def _equal_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _all_equal(values: Iterable[Any]) -> bool:
     first, *others = values
-    return all(_are_equal(first, other) for other in others)
+    return all(are_equal(first, other) for other in others)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
+    """Returns whether two states are equal, in all that they consist of."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(are_equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
+        return len(one) == len(other) and all(map(are_equal, one, other))
     return bool(one == other)

@@ -4,7 +4,7 @@ Of a plan, Accelerate carries out precision and accumulation (`Accelerator(**pla
 else is the session's.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -184,7 +184,7 @@ def _check(plan: Plan, accelerator: Any, rest: Iterable[Any]) -> None:
     found = {name: getattr(accelerator, name) for name in expected}
     if found != expected:
         raise IntegrationError(
-            f"the plan needs Accelerator({_arguments(expected)}), found {_arguments(found)}; "
+            f"the plan needs Accelerator({arguments_text(expected)}), found {arguments_text(found)}; "
             "Accelerator(**plan.accelerate_kwargs()) sets them"
         )
     sizes = sorted({loader.batch_size for loader in rest if isinstance(loader, DataLoader) and loader.batch_size})
@@ -197,5 +197,6 @@ def _check(plan: Plan, accelerator: Any, rest: Iterable[Any]) -> None:
             )
 
 
-def _arguments(values: dict[str, Any]) -> str:
+def arguments_text(values: Mapping[str, Any]) -> str:
+    """Returns keyword arguments as they are written in a call."""
     return ", ".join(f"{name}={value!r}" for name, value in values.items())

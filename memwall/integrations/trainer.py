@@ -5,7 +5,7 @@ What the Trainer fixes before a callback can act (micro-batch, accumulation, pre
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import nn
 
 from memwall.errors import InfeasibleError, IntegrationError, UsageError
-from memwall.integrations.accelerate import set_by_loop, torch_optimizer
+from memwall.integrations.accelerate import arguments_text, set_by_loop, torch_optimizer
 from memwall.integrations.preflight import check_arguments
 from memwall.integrations.trainer_steps import TrainerSteps, trainer_of
 from memwall.logs import tell
@@ -269,7 +269,7 @@ def _check_plan(plan: Plan, args: Any) -> None:
     given = {name: getattr(args, name) for name in expected}
     if given != expected:
         raise IntegrationError(
-            f"the plan needs TrainingArguments({_arguments(expected)}), found {_arguments(given)}; "
+            f"the plan needs TrainingArguments({arguments_text(expected)}), found {arguments_text(given)}; "
             "args = plan.training_arguments(args) sets them"
         )
     if args.per_device_train_batch_size > plan.micro_batch > 0:
@@ -279,7 +279,3 @@ def _check_plan(plan: Plan, args: Any) -> None:
             plan.micro_batch,
             args.per_device_train_batch_size,
         )
-
-
-def _arguments(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in values.items())

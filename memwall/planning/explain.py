@@ -10,7 +10,7 @@ from memwall.planning.forecast import Lever
 from memwall.planning.menu import Menu
 from memwall.planning.planfile import Plan
 from memwall.planning.solver.instance import Choice
-from memwall.planning.technique import technique_of, techniques
+from memwall.planning.technique import alike, technique_of, techniques
 from memwall.predict.curve import peak_of
 from memwall.predict.link_time import LinkTime
 from memwall.trace.records import Step, Trace
@@ -195,11 +195,8 @@ def plan_line(plan: Plan) -> str:
 
 def actions_text(actions: tuple[Action, ...]) -> str:
     """Returns what actions do and where, equal ones together: "recompute at layers.0-11; offload at head"."""
-    groups: dict[tuple[object, ...], list[Action]] = {}
-    for action in actions:
-        groups.setdefault((type(action), *technique_of(action).row_key(action)), []).append(action)
     texts = []
-    for same in groups.values():
+    for same in alike(actions):
         technique = technique_of(same[0])
         where = technique.where(same)
         texts.append(technique.what(same[0]) + (f" ({where})" if where else ""))

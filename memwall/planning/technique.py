@@ -292,6 +292,14 @@ def techniques() -> tuple[Technique[Any], ...]:
     return _ordered
 
 
+def alike(actions: Sequence[Action]) -> list[list[Action]]:
+    """Returns actions in groups of those that do the same, in the order of the first of each."""
+    groups: dict[tuple[object, ...], list[Action]] = {}
+    for action in actions:
+        groups.setdefault((type(action), *technique_of(action).row_key(action)), []).append(action)
+    return list(groups.values())
+
+
 def technique_of(action: Action) -> Technique[Any]:
     """Returns the technique of an action.
 

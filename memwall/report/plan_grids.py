@@ -7,7 +7,7 @@ from typing import Literal
 from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast, Lever, PeakBytes
 from memwall.planning.planfile import Plan
-from memwall.planning.technique import technique_of
+from memwall.planning.technique import alike, technique_of
 from memwall.predict.link_time import LinkTime
 from memwall.report.estimate_grids import allocator_facts, route_row, workload_row
 from memwall.report.grid import DASH, Grid, bytes_or_dash, ratio_text, seconds_or_dash, share_percent
@@ -93,10 +93,7 @@ def _link_facts(link: LinkTime | None, num_samples: int) -> list[tuple[str, str]
 
 def action_grid(actions: Sequence[Action]) -> Grid:
     """Shows the actions in the order they are applied, equal treatments of blocks drawn together."""
-    groups: dict[tuple[object, ...], list[Action]] = {}
-    for action in actions:
-        groups.setdefault((type(action), *technique_of(action).row_key(action)), []).append(action)
-    rows = [_group_row(same) for same in groups.values()]
+    rows = [_group_row(same) for same in alike(actions)]
     return Grid(
         title="Actions",
         columns=("action", "where", "frees", "costs", "exactness"),

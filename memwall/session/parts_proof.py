@@ -28,6 +28,7 @@ from memwall.apply.streaming.guard import GuardedParameter
 from memwall.apply.streaming.stream_units import hooked_parameters
 from memwall.checkpoint.companions import generator_state, set_generator_state
 from memwall.checkpoint.reachable import is_generator, reachable
+from memwall.checkpoint.redivision import are_equal
 from memwall.checkpoint.training_state import random_states, restore_random_states
 from memwall.errors import MemwallError, NotExactError
 from memwall.machine.process_group import num_processes
@@ -161,8 +162,8 @@ class _Kept:
     def has_drawn(self) -> bool:
         """Returns whether random numbers were drawn since."""
         now = random_states()
-        return not all(_is_same(now.get(key), state) for key, state in self._random.items()) or not all(
-            _is_same(generator_state(generator), state) for generator, state in self._generators
+        return not all(are_equal(now.get(key), state) for key, state in self._random.items()) or not all(
+            are_equal(generator_state(generator), state) for generator, state in self._generators
         )
 
     @torch.no_grad()
@@ -279,12 +280,3 @@ def _dense(gradient: Tensor) -> Tensor:
     if dense.layout is torch.sparse_coo:
         dense = dense.coalesce().values()
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Returns whether two states of generators are the same."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return bool(one == other)

@@ -1,7 +1,6 @@
 """Autocast: the model's forward runs in a lower precision where torch's lists allow it."""
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 
 from memwall.apply.effect import Effect
 from memwall.apply.microbatch import tensors_in
-from memwall.apply.precision import LowerPrecision, lower_dtype
+from memwall.apply.precision import LowerPrecision, lower_dtype, nodes_of
 from memwall.apply.technique import Handler, InRecording, Target, register
 from memwall.planning.techniques.autocast import TECHNIQUE, Autocast, can_autocast
 from memwall.torch_internals.autograd import has_input_dtypes, input_dtypes
@@ -61,7 +60,7 @@ class AutocastEffect(Effect):
     def _after_forward(self, _: nn.Module, args: Any, out: Any) -> None:
         if self._is_seen or not torch.is_grad_enabled():
             return
-        for node in _nodes(out):
+        for node in nodes_of(tensor.grad_fn for tensor in tensors_in(out)):
             self._num_nodes += 1
             if type(node).__name__ == "CheckpointFunctionBackward" or any(
                 dtype == self._dtype for dtype in input_dtypes(node)
@@ -82,16 +81,3 @@ class AutocastEffect(Effect):
 
     def close(self) -> None:
         self._handle.undo()
-
-
-def _nodes(out: Any) -> Iterator[Any]:
-    """Yields the graph's nodes, from what a model returned."""
-    stack: list[Any] = [tensor.grad_fn for tensor in tensors_in(out) if tensor.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
