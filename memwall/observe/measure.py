@@ -9,8 +9,11 @@ from memwall.session.session import Session
 from memwall.trace.tags import measured_tag
 
 
-def run_report(session: Session) -> RunReport:
+def run_report(session: Session, *, script: str = "") -> RunReport:
     """Returns the report of a session that has ended.
+
+    Args:
+        script: what trained in it, where a command ran that.
 
     Raises:
         TraceError: the session has no plan yet: fewer than one whole step ran.
@@ -25,6 +28,7 @@ def run_report(session: Session) -> RunReport:
     allocator = measured.allocator
     planned_bytes = measured.bytes_to_tier - measured.first_step_bytes_to_tier
     return RunReport(
+        script=script,
         plan_hash=plan.plan_hash,
         budget_bytes=budget_bytes,
         forecast=plan.forecast,

@@ -62,7 +62,7 @@ def written(made: Path, source: str, name: str, *options: str) -> bytes:
     [
         ("t.trace", "memwall trace: t.trace"),
         ("plan.json", "memwall plan: plan.json"),
-        ("run.json", "memwall run: run.json"),
+        ("run.json", "memwall run: train_plain.py"),
         ("s8.pickle", "memwall snapshot: s8.pickle"),
     ],
 )

@@ -48,7 +48,7 @@ def end_run(
         ending = f"memwall: {script.target} ended with status {status} before a step under a plan"
         typer.echo(f"{ending}; there is nothing to report", err=True)
         raise typer.Exit(status)
-    report = run_report(session)
+    report = run_report(session, script=script.target)
     if session.ranks is not None:
         joint = report_of_all(report, session.ranks, has_failed=status != 0)
         if joint is None:  # rank 0 reports

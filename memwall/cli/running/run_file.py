@@ -43,7 +43,7 @@ def save_run(run: "RunReport", path: Path) -> None:
 
 
 def run_page(run: "RunReport", path: Path) -> "Page":
-    """Returns the page of a run, which is called as a file is."""
+    """Returns the page of a run, which is called as its script is, or as the file where the report names none."""
     from memwall.report.html import Page
 
-    return Page(title=f"memwall run: {path.name}", run=run)
+    return Page(title=f"memwall run: {Path(run.script).name or path.name}", run=run)
