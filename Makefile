@@ -55,7 +55,7 @@ SPHINX := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
 SITE := .venv/site
 FRAMEWORKS := .venv/frameworks
 FRAMEWORK_PACKAGES := peft==0.21.2 bitsandbytes==0.50.2 trl==1.16.0 timm==1.0.31 lightning==2.6.6 sentence-transformers==6.2.0 diffusers==0.42.1 torch-geometric==2.8.1
-FRAMEWORK_TESTS := $(addprefix tests/integrations/test_,frameworks.py lightning.py hf_lora.py)
+FRAMEWORK_TESTS := $(addprefix tests/integrations/test_,frameworks.py lightning.py hf_lora.py diffusers_spec.py)
 TORCHAO_FOLDER := .venv/torchao-$(TORCHAO)
 LOW_BIT_TESTS := $(wildcard tests/apply/optimizer_state/test_low_bit*.py)
 KERNEL_TESTS := tests/kernels/test_interpreter.py tests/kernels/test_ahead_of_time.py

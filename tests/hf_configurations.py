@@ -29,6 +29,7 @@ AUDIO = {
     "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 4,
 }
+PAIRED: dict[str, Any] = {"text_config": TEXT, "vision_config": {**TEXT, "image_size": 32, "patch_size": 8}}
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -102,6 +103,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
         | {"patch_size": 8},
         "float32",
     ),
+    "clip": ({**PAIRED, "model_type": "clip", "architectures": ["CLIPModel"]}, "float32"),
+    "siglip": ({**PAIRED, "model_type": "siglip", "architectures": ["SiglipModel"]}, "bfloat16"),
     "swin": (
         {"model_type": "swin", "architectures": ["SwinForImageClassification"], "image_size": 32, "patch_size": 4}
         | {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memwall.errors import UsageError
-from memwall.integrations.hugging_face.hf_spec import hugging_face_workload
+from memwall.integrations.hugging_face.hf_spec import hugging_face_workload, positions_of
 
 pytestmark = pytest.mark.requires("transformers")
 
@@ -37,7 +37,7 @@ LLAMA = {
         (
             {"architectures": ["ClipModel"], "model_type": "clip"},
             "architecture 'ClipModel' can't be trained here; model type 'clip' has CLIPForImageClassification (image "
-            "classification)",
+            "classification), CLIPModel (contrastive); did you mean CLIPModel",
         ),
         (
             {"auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}},
@@ -108,16 +108,9 @@ def test_a_file_that_is_no_configuration_is_refused(text: str | None, message: s
         hugging_face_workload(str(tmp_path))
 
 
-DIFFUSERS = {"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.30.0", "sample_size": 64}
-
-
-@pytest.mark.parametrize("name", ["config.json", "model_index.json"])
-def test_a_diffusers_configuration_is_told_to_come_as_a_factory(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(json.dumps(DIFFUSERS))
-    with pytest.raises(UsageError) as error:
-        hugging_face_workload(str(tmp_path))
-    assert str(error.value) == (
-        f"{tmp_path / name} is a configuration of diffusers (UNet2DConditionModel), which does not say how the model "
-        "is trained; write a function that returns a memwall.Workload (model, batch, loss, optimizer), and give it as "
-        "path/file.py:factory"
+def test_a_diffusers_configuration_has_no_length_to_search(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.30.0", "sample_size": 64})
     )
+    with pytest.raises(UsageError, match=r"\(UNet2DConditionModel\), whose samples have no length in tokens$"):
+        positions_of(str(tmp_path))

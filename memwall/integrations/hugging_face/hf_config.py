@@ -116,12 +116,10 @@ def _written_dtype(data: dict[str, Any]) -> object:
 
 
 def _refuse_diffusers(path: Path, data: dict[str, Any]) -> None:
-    """Refuses what describes a model, or a pipeline of several, but neither its inputs nor its loss."""
+    """Refuses what has no tokens; `diffusers_workload` reads it."""
     if "_class_name" in data and "_diffusers_version" in data:
         raise UsageError(
-            f"{path} is a configuration of diffusers ({data['_class_name']}), which does not say how the model is "
-            "trained; write a function that returns a memwall.Workload (model, batch, loss, optimizer), and give it "
-            "as path/file.py:factory"
+            f"{path} is a configuration of diffusers ({data['_class_name']}), whose samples have no length in tokens"
         )
 
 

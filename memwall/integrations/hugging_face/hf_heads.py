@@ -29,6 +29,8 @@ class Head(Struct, frozen=True):
     kind: str
     """Names it in the classes of transformers, as `AutoModelFor<kind>`."""
     batch: Callable[[Any, int, int | None], Batch]
+    is_asked_for_loss: bool = False
+    """Whether the model computes its loss only where it is called with `return_loss`, there being no labels."""
 
     @property
     def auto_class(self) -> Any:
@@ -110,6 +112,12 @@ def _image_batch(config: Any, batch: int, sequence: int | None) -> Batch:
     return {"pixel_values": torch.randn(batch, channels, height, width), "labels": _answers(config, batch)}
 
 
+def _paired_batch(config: Any, batch: int, sequence: int | None) -> Batch:
+    """Makes up images and their descriptions, padded to all positions that there are, as CLIP and SigLIP take them."""
+    tokens = _tokens(config, batch, config.text_config.max_position_embeddings)
+    return {"input_ids": tokens, "pixel_values": _image_batch(config.vision_config, batch, None)["pixel_values"]}
+
+
 def _speech_batch(config: Any, batch: int, sequence: int | None) -> Batch:
     """Makes up log-mel frames, and text for the decoder, for Whisper and its kin."""
     most = getattr(config, "max_target_positions", None) or DEFAULT_SEQUENCE
@@ -155,6 +163,7 @@ HEADS = (
     Head("image classification", "IMAGE_CLASSIFICATION", "ImageClassification", _image_batch),
     Head("CTC", "CTC", "CTC", _transcribed_audio_batch),
     Head("audio classification", "AUDIO_CLASSIFICATION", "AudioClassification", _classified_audio_batch),
+    Head("contrastive", "ZERO_SHOT_IMAGE_CLASSIFICATION", "ZeroShotImageClassification", _paired_batch, True),
     Head("sequence classification", "SEQUENCE_CLASSIFICATION", "SequenceClassification", _classified_text_batch),
     Head("token classification", "TOKEN_CLASSIFICATION", "TokenClassification", _classified_tokens_batch),
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from memwall.errors import UsageError
 from memwall.integrations.dtypes import DTYPES, known_dtype, parse_dtype
+from memwall.integrations.hugging_face.diffusers_spec import diffusers_workload
 from memwall.integrations.hugging_face.hf_config import config_path, read_config
 from memwall.integrations.hugging_face.hf_heads import (
     DEFAULT_SEQUENCE,
@@ -45,7 +46,7 @@ def hugging_face_workload(
     """Returns the training step of a model that a configuration describes.
 
     Args:
-        source: a config.json, or the folder it is in.
+        source: a config.json, or the folder it is in; also one of diffusers (`diffusers_workload`).
         batch: samples in the micro-batch.
         sequence: tokens per sample (audio: samples of the wave form); None takes 2048, or what the model allows if
             that is less. Image models take the size in their configuration, or 224 pixels.
@@ -58,6 +59,17 @@ def hugging_face_workload(
     Raises:
         UsageError: the configuration or one of the other arguments can't be used; the message says why.
     """
+    of_diffusers = diffusers_workload(
+        source,
+        batch=batch,
+        sequence=sequence,
+        dtype=dtype,
+        optimizer=optimizer,
+        is_checkpointed=is_checkpointed,
+        lora=lora,
+    )
+    if of_diffusers is not None:
+        return of_diffusers
     dtype = None if dtype is None else parse_dtype(dtype, option="--dtype")
     check_optimizer(optimizer)
     adapters = None if lora is None else parse_lora(lora)
@@ -87,7 +99,7 @@ def hugging_face_workload(
     return Workload(
         model=partial(_model, path, config, head, dtype, is_checkpointed, adapters),
         batch=partial(in_dtype, make_batch, dtype),
-        loss=_loss,
+        loss=_returned_loss if head.is_asked_for_loss else _loss,
         optimizer=partial(make_optimizer, optimizer),
     )
 
@@ -126,6 +138,11 @@ def _dtype_of(path: str, written: object) -> str:
 
 def _loss(model: Any, batch: Batch) -> "Tensor":
     loss: Tensor = model(**batch).loss
+    return loss
+
+
+def _returned_loss(model: Any, batch: Batch) -> "Tensor":
+    loss: Tensor = model(**batch, return_loss=True).loss
     return loss
 
 
