@@ -24,7 +24,8 @@ from revision import commit  # noqa: E402
 OUTPUT = ROOT / "benchmarks" / "results" / "simulated" / "architectures.json"
 PAGE = ROOT / "docs" / "architectures.md"
 DEVICE, NUM_TOKENS = "h100-80gb", 512
-WITHOUT_TOKENS = ("vit", "swin", "convnext", "whisper", "wav2vec2")
+WITHOUT_TOKENS = ("vit", "swin", "convnext", "whisper", "wav2vec2", "clip", "siglip", None)
+"""Model types of other samples than tokens; diffusers' configurations have no type."""
 _GIB = 1 << 30
 _INTRODUCTION = """# Architectures
 
@@ -49,6 +50,8 @@ def configuration(architecture: Architecture) -> dict[str, Any]:
     """Returns what stands in the model's config.json: what is listed, and all defaults of transformers' class."""
     from transformers import AutoConfig
 
+    if "_class_name" in architecture.config:  # of diffusers
+        return architecture.config
     given = dict(architecture.config)
     whole: dict[str, Any] = AutoConfig.for_model(given.pop("model_type"), **given).to_dict()
     return whole | architecture.config
@@ -64,7 +67,7 @@ def measured(architecture: Architecture) -> dict[str, Any]:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(configuration(architecture)))
         command = [sys.executable, "-m", "memwall", "estimate", str(path), "--device", DEVICE, "--json"]
-        if architecture.config["model_type"] not in WITHOUT_TOKENS:
+        if architecture.config.get("model_type") not in WITHOUT_TOKENS:
             command += ["--seq", str(NUM_TOKENS)]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(command, capture_output=True, text=True, check=False)

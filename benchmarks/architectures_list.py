@@ -54,6 +54,25 @@ _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size
 _GEMMA = _named("gemma3_text", "Gemma3ForCausalLM", vocab_size=262144, dtype="bfloat16", tie_word_embeddings=True)
 _MISTRAL = _named("mistral", "MistralForCausalLM", dtype="bfloat16")
 _ROBERTA = _named("roberta", "RobertaForMaskedLM", vocab_size=50265, max_position_embeddings=514, type_vocab_size=1)
+_OPEN_CLIP = _HUB + "mlfoundations/open_clip/blob/main/docs/model_profile.csv"
+_CLIP_LARGE = {
+    "text_config": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
+    "vision_config": _LARGE | {"patch_size": 14},
+    "projection_dim": 768,
+}
+_DIFFUSERS = {"_diffusers_version": "0.30.0"}
+_UNET = _DIFFUSERS | {"_class_name": "UNet2DConditionModel", "in_channels": 4, "out_channels": 4}
+_SD_UNET = _UNET | {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
+_SDXL_UNET = (
+    _UNET
+    | {"sample_size": 128, "cross_attention_dim": 2048, "attention_head_dim": [5, 10, 20]}
+    | {"block_out_channels": [320, 640, 1280], "transformer_layers_per_block": [1, 2, 10]}
+    | {"down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"]}
+    | {"up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"], "use_linear_projection": True}
+    | {"addition_embed_type": "text_time", "addition_time_embed_dim": 256}
+    | {"projection_class_embeddings_input_dim": 2816}
+)
+_FLUX = _DIFFUSERS | {"_class_name": "FluxTransformer2DModel", "guidance_embeds": True}
 _WHISPER_LARGE = _named(
     "whisper", "WhisperForConditionalGeneration", d_model=1280, encoder_layers=32, decoder_layers=32
 ) | {"encoder_attention_heads": 20, "decoder_attention_heads": 20, "encoder_ffn_dim": 5120, "decoder_ffn_dim": 5120}
@@ -161,5 +180,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Swin-T": Architecture(_named("swin", "SwinForImageClassification"), "28", _HUB + "microsoft/Swin-Transformer"),
     "ConvNeXt-T": Architecture(
         _named("convnext", "ConvNextForImageClassification", num_labels=1000), "28", _HUB + "facebookresearch/ConvNeXt"
+    ),
+    "CLIP ViT-B/32": Architecture(_named("clip", "CLIPModel", text_config={}, vision_config={}), "151.28", _OPEN_CLIP),
+    "CLIP ViT-L/14": Architecture(_named("clip", "CLIPModel", **_CLIP_LARGE), "427.62", _OPEN_CLIP),
+    "SigLIP ViT-B/16": Architecture(
+        _named("siglip", "SiglipModel", text_config={}, vision_config={}), "203.16", _OPEN_CLIP
+    ),
+    "Stable Diffusion 1.5, U-Net": Architecture(_SD_UNET, "860", _HUB + "CompVis/stable-diffusion"),
+    "SDXL, U-Net": Architecture(_SDXL_UNET, "2.6B", "https://arxiv.org/abs/2307.01952"),
+    "FLUX.1 dev, transformer": Architecture(
+        _FLUX, "12B", _HUB + "black-forest-labs/flux/blob/main/model_cards/FLUX.1-dev.md"
     ),
 }
