@@ -94,7 +94,9 @@ def test_a_network_of_each_kind_is_trained(data: dict[str, Any], tmp_path: Path)
 @pytest.mark.requires("diffusers")
 def test_a_network_that_cannot_be_built_is_refused_in_words(tmp_path: Path) -> None:
     workload = hugging_face_workload(written(tmp_path, UNET | {"norm_num_groups": 3}))
-    with pytest.raises(UsageError, match=r"building the network failed: ValueError: num_channels .8. must be divisible"):
+    with pytest.raises(
+        UsageError, match=r"building the network failed: ValueError: num_channels .8. must be divisible"
+    ):
         workload.make_model()
 
 

@@ -24,6 +24,7 @@ from memwall.integrations.hugging_face.hf_heads import (
 )
 from memwall.integrations.hugging_face.hf_lora import Lora, parse_lora, with_adapters
 from memwall.integrations.hugging_face.hf_optimizers import check_optimizer, make_optimizer
+from memwall.integrations.hugging_face.hf_scan import whole_scans
 from memwall.trace.workload import Workload
 
 if TYPE_CHECKING:
@@ -137,7 +138,8 @@ def _dtype_of(path: str, written: object) -> str:
 
 
 def _loss(model: Any, batch: Batch) -> "Tensor":
-    loss: Tensor = model(**batch).loss
+    with whole_scans(model):
+        loss: Tensor = model(**batch).loss
     return loss
 
 
