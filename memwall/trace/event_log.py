@@ -99,6 +99,17 @@ class EventLog:
         self._live: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
+    def forget(self) -> None:
+        """Lets go of what was noted, once records are made of it: whoever still holds the log holds next to nothing.
+
+        A hook that is being called may hold it through all of planning, and what it noted of storages holds it in turn.
+        What ends later, as a saved tensor of a graph that is kept, is no longer noted.
+        """
+        noted = (self.ops, self.storages, self.savings, self.calls, self.call_stack, self.marks)
+        known = (self._change_sequence, self._change_call, self._shapes, self._live, self._references)
+        for each in (*noted, *known):
+            each.clear()
+
     @property
     def _call(self) -> int:
         return self.call_stack[-1] if self.call_stack else -1
@@ -128,6 +139,8 @@ class EventLog:
 
     def alias(self, tensor: Tensor, saved_index: int) -> None:
         """Says that this tensor holds the bytes of a saved one that had been moved away."""
+        if saved_index >= len(self.savings):  # forgotten
+            return
         saving = self.savings[saved_index]
 
         def died() -> None:
@@ -279,13 +292,13 @@ class EventLog:
 
     def saved_unpacked(self, index: int) -> None:
         """Notes that backward asked for a saved tensor."""
-        saving = self.savings[index]
-        if saving.unpacked < 0:
-            saving.unpacked = len(self.ops)
+        if index < len(self.savings) and self.savings[index].unpacked < 0:
+            self.savings[index].unpacked = len(self.ops)
 
     def saved_released(self, index: int) -> None:
         """Notes that the last holder of a saved tensor let go of it."""
-        self.savings[index].released = len(self.ops)
+        if index < len(self.savings):
+            self.savings[index].released = len(self.ops)
 
     # -- module calls and marks ------------------------------------------------------------------------------------
 

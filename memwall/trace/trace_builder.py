@@ -126,6 +126,7 @@ class TraceBuilder:
         """Takes the recording away without a result."""
         if self._recorder is not None:
             self._recorder.stop()
+            self._recorder.log.forget()
             self._recorder = None
 
     def finish_step(self, optimizers: Optimizers, *, is_evaluation: bool = False) -> Step:
@@ -163,6 +164,7 @@ class TraceBuilder:
             process_peak_bytes=peak_bytes,
         )
         self._steps.append(step)
+        log.forget()
         return step
 
     def trace(

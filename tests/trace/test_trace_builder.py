@@ -12,6 +12,7 @@ from zoo import MODELS, optimizers, trained_parameters
 from memwall.errors import TraceError
 from memwall.predict.curve import live_curve
 from memwall.trace.records import Step, Trace
+from memwall.trace.step_recorder import StepRecorder
 from memwall.trace.steps import steady_after
 from memwall.trace.trace_builder import TraceBuilder, record
 from memwall.trace.workload import Workload
@@ -241,6 +242,30 @@ def test_half_a_step_is_an_error_that_names_the_missing_half(
         record_steps(model, [lambda: step(model, optimizer)], optimizer)
     assert str(error.value) == message
     assert hooks_in_force() == before
+
+
+@pytest.mark.parametrize("finishes", [True, False], ids=["finished", "cancelled"])
+def test_what_was_noted_of_a_step_is_gone_when_it_ends(finishes: bool, mlp: type[nn.Module]) -> None:
+    """GIVEN a hook that runs, which holds the recorder, and a graph that is kept."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    builder = TraceBuilder([model])
+    builder.start_step(optimizer)
+    running_hooks = tuple(nn.modules.module._global_forward_pre_hooks.values())
+    loss = model(torch.randn(4, 8)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    if finishes:
+        builder.finish_step(optimizer)
+    builder.cancel_step()
+    held = [getattr(hook, "__self__", None) for hook in running_hooks]
+    assert [one.log.ops + one.log.storages for one in held if isinstance(one, StepRecorder)] == [[]]
+    del held, running_hooks
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    loss.backward()
+    assert all(
+        torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), gradients, strict=True) if p.grad is not None
+    )
 
 
 def test_finishing_what_was_not_begun_is_an_error(mlp: type[nn.Module]) -> None:
