@@ -36,9 +36,10 @@ processor, from start to end of the command.
 
 Parameters are those of the model that the configuration builds. The published number is no count of memwall's: it is
 what a model card, a repository, an announcement or a paper says, rounded as it is there, and links to a page that says
-so. Most do not say whether the head counts; the two numbers differ by at most 6 %. Qwen's were read in copies
-of the cards linked to, SDXL's in a copy of the paper, Gemma's link leads to the announcement by Hugging Face; the other texts are by those who made
-the model, but CLIP's and SigLIP's by OpenCLIP's. Mistral's is of version 0.3, which knows a few more tokens.
+so. Most do not say whether the head counts; the two numbers differ by at most 6 %. Qwen's were read in copies of the
+cards linked to, SDXL's in a copy of the paper, Gemma's link leads to the announcement by Hugging Face; the other texts
+are by those who made the model, but CLIP's and SigLIP's by OpenCLIP's. Mistral's is of version 0.3, which knows a few
+more tokens.
 
 Mamba's scan is recorded as one pass over all tokens, with the bytes of the loop that transformers runs without
 mamba-ssm's kernels, and not its seconds. DeepSeek-V3 is without its module for further tokens. Of the diffusion models
