@@ -156,6 +156,7 @@ def plan(
             is_checkpointed=checkpointing,
             lora=lora,
             eval_batch=eval_batch,
+            is_evaluated=asked is None,  # of several ranks it is not modelled
         )
     if host_bytes:
         found = with_measured(found, allowed)

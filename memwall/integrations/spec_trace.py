@@ -103,6 +103,7 @@ def device_run_of_spec(
     *,
     mask_share: float | None = None,
     eval_batch: int | None = None,
+    is_evaluated: bool = True,
     num_micro_batches: int = 1,
     host_bytes: int = 0,
     changed: Callable[[Workload], Workload] | None = None,
@@ -113,6 +114,7 @@ def device_run_of_spec(
 
     Args:
         eval_batch: samples that are evaluated at once, with a configuration; None takes the batch of training.
+        is_evaluated: whether there is an evaluation after the steps.
         num_micro_batches: forwards and backwards in each step.
         host_bytes: host memory that saved tensors may move to; 0 for none.
         changed: what is recorded in place of the SPEC's own workload.
@@ -142,7 +144,7 @@ def device_run_of_spec(
         try:
             run = record_fake_run(
                 workload,
-                evaluated.make_batch,
+                evaluated.make_batch if is_evaluated else None,
                 num_micro_batches=num_micro_batches,
                 seconds_of=Roofline(hardware),
                 mask_share=mask_share,

@@ -47,14 +47,14 @@ class RecordedRun(Struct, frozen=True, kw_only=True):
 
     training: Trace
     evaluation: Trace | None
-    """A trace of one step, the evaluation of one batch; None where that failed."""
+    """A trace of one step, the evaluation of one batch; None where that failed, or was not asked for."""
     failure: str = ""
-    """Why there is no evaluation."""
+    """Why there is no evaluation; "" where there is one, or none was asked for."""
 
 
 def record_fake_run(
     workload: Workload,
-    eval_batch: Callable[[], Any],
+    eval_batch: Callable[[], Any] | None,
     *,
     num_micro_batches: int = 1,
     seconds_of: Callable[[OpWork], float] | None = None,
@@ -65,7 +65,7 @@ def record_fake_run(
     """Records two training steps and an evaluation on fake tensors, for a CUDA device.
 
     Args:
-        eval_batch: makes the batch that is evaluated.
+        eval_batch: makes the batch that is evaluated; None evaluates nothing.
         num_micro_batches: forwards and backwards in a step; at most two are recorded, since further ones are alike.
         seconds_of, mask_share, workspaces, choices: as in `fake_run`.
 
@@ -75,14 +75,14 @@ def record_fake_run(
     """
     with fake_run(
         workload,
-        [workload.make_batch, eval_batch],
+        [workload.make_batch, *(() if eval_batch is None else (eval_batch,))],
         seconds_of=seconds_of,
         target="cuda",
         mask_share=mask_share,
         workspaces=workspaces,
         choices=choices,
     ) as run:
-        batch, evaluated = run.batches
+        batch, *evaluated = run.batches
         training = run_recorded(
             run.builder,
             workload,
@@ -92,8 +92,10 @@ def record_fake_run(
             num_steps=_NUM_STEPS,
             num_micro_batches=min(num_micro_batches, MOST_MICRO_BATCHES),
         )
+        if not evaluated:
+            return RecordedRun(training=training, evaluation=None)
         try:
-            evaluation = run_evaluated(run.builder, workload, run.model, run.optimizer, evaluated)
+            evaluation = run_evaluated(run.builder, workload, run.model, run.optimizer, *evaluated)
         except Exception as error:  # whatever a model's own code raises; the training steps stand all the same
             failure = str(error) if isinstance(error, MemwallError) else describe_error(error)
             return RecordedRun(training=training, evaluation=None, failure=failure)

@@ -128,3 +128,10 @@ def test_a_loss_without_the_model_is_no_evaluation(sgd: Callable[[Any], torch.op
     with pytest.raises(TraceError, match=r"no eval phase: the model was not called .*; record one whole evaluation$"):
         run_evaluated(builder, workload, model, sgd(model.parameters()), workload.make_batch())
     assert not builder.is_recording
+
+
+def test_steps_are_the_same_where_none_is_asked_for() -> None:
+    workload = workload_of_case("gpt")
+    run = record_fake_run(workload, None)
+    assert (run.evaluation, run.failure) == (None, "")
+    assert run.training == record_fake_run(workload, workload.make_batch).training

@@ -57,11 +57,13 @@ def device_trace(
     mask_share: float | None,
     autocast: str | None,
     route: "Route" = "translate",
+    is_evaluated: bool = True,
     **model: Any,
 ) -> Source:
     """Returns the step as the device would run it, of a trace file or a SPEC.
 
     Args:
+        is_evaluated: whether an evaluation follows.
         model: what `device_run_of_spec` is told about a configuration's model and batches.
     """
     from msgspec.structs import replace
@@ -93,6 +95,7 @@ def device_trace(
             autocast=lower if lower_precision.TECHNIQUE.allow in forms else autocast,
             changed=changed,
             route=route,
+            is_evaluated=is_evaluated,
             **model,
         )
         return runs[forms].training
@@ -111,7 +114,7 @@ def device_trace(
             return replace(plan, forecast=replace(plan.forecast, not_modelled=not_modelled))
         return with_evaluation(plan, run.training, DeviceModel(run.training, hardware), run.evaluation.steps[0])
 
-    return Source(run_of(frozenset()), Recordings(offered, record), evaluated)
+    return Source(run_of(frozenset()), Recordings(offered, record), evaluated if is_evaluated else None)
 
 
 def is_spec(source: str) -> bool:
