@@ -115,21 +115,21 @@ class SearchAtLocation:
         """Tells whether saved tensors may move: a disk that others pass through again has no time for them."""
         return can_offload(self._trace) is None and not self._location.keeps_tier_busy
 
-    def _windows(self, batch: _Batch) -> Iterator[int]:
-        """Yields the memory that saved tensors may pass through; 0: none moves.
+    def _windows(self, batch: _Batch) -> Iterator[tuple[Sequence[Menu], Instance]]:
+        """Yields what there is to choose from for each size of the memory that saved tensors may pass through, 0 first.
 
         What of a block finds no room there leaves while the block waits. A device's copies run beside its kernels, so
         that a window for a whole block hides what its link can carry; a disk's threads want the cores as well.
         """
-        yield 0
+        yield self._instance(batch, 0)
         if not self._can_move:
             return
-        yield WINDOW_BYTES
+        menus, instance = self._instance(batch, WINDOW_BYTES)
+        yield menus, instance
         if self._trace.device == "cuda":
-            menus, _ = self._instance(batch, WINDOW_BYTES)
             most_bytes = max((option.moved_bytes for menu in menus for option in menu.options), default=0)
             if most_bytes > WINDOW_BYTES:
-                yield most_bytes
+                yield self._instance(batch, most_bytes)
 
     def _best_for(self, batch: _Batch, limit_bytes: int, at_most: float) -> Candidate | None:
         """Returns the cheapest candidate for a micro-batch, unless it is known to cost `at_most` seconds or more."""
@@ -143,19 +143,20 @@ class SearchAtLocation:
             if self._process.fits_untouched(most_bytes, budget_bytes=budget_bytes, limit_bytes=limit_bytes):
                 return self._found(batch, {}, plain, None, 0)
         best: Candidate | None = None
-        for window_bytes in self._windows(batch):
-            found = self._solve_for(batch, window_bytes, limit_bytes, at_most)
+        for menus, instance in self._windows(batch):
+            found = self._solve_for(batch, menus, instance, limit_bytes, at_most)
             if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
                 best, at_most = found, min(at_most, found.extra_seconds)
         return best
 
-    def _solve_for(self, batch: _Batch, most_window_bytes: int, limit_bytes: int, at_most: float) -> Candidate | None:
+    def _solve_for(
+        self, batch: _Batch, menus: Sequence[Menu], instance: Instance, limit_bytes: int, at_most: float
+    ) -> Candidate | None:
         """Solves for several live budgets: more live bytes cost less recomputation, but more page faults.
 
         Ends as soon as nothing that is left can cost less than `at_most`: replays are what takes long.
         """
         model = batch.model
-        menus, instance = self._instance(batch, most_window_bytes)
         room_bytes = limit_bytes - self._process.base_bytes - self._process.workspace_bytes
         best: Candidate | None = None
         tried: set[tuple[int, ...]] = set()
