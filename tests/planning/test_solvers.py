@@ -14,6 +14,7 @@ from memwall.planning.solver import milp
 from memwall.planning.solver.evaluate import Evaluation, evaluate
 from memwall.planning.solver.instance import BlockOptions, Instance, Link, Option, Row
 from memwall.planning.solver.milp import milp_lowest_peak, solve_milp
+from memwall.planning.solver.rounding import rounded
 
 RandomInstance = Callable[..., Instance]
 AllVerdicts = Callable[[Instance], list[Evaluation]]
@@ -232,3 +233,41 @@ def test_greedy_finds_most_of_what_there_is(random_instance: RandomInstance, all
             assert choice.extra_seconds == verdict.extra_seconds
     assert num_feasible >= 80
     assert num_found >= 0.95 * num_feasible
+
+
+def _equal_blocks(num_blocks: int, budget_bytes: int) -> Instance:
+    """Blocks that each hold 100 bytes, or 30 at the price of 1 s, or none at 4 s, until the loss."""
+    options = tuple(
+        Option(name=name, extra_seconds=seconds, moved_bytes=0)
+        for name, seconds in (("keep", 0.0), ("select-1", 1.0), ("full", 4.0))
+    )
+    blocks = tuple(
+        BlockOptions(path=f"blocks.{number}", options=options, forward_seconds=10.0, backward_seconds=20.0)
+        for number in range(num_blocks)
+    )
+    row = Row(label="loss", fixed_bytes=0, held=((100, 30, 0),) * num_blocks)
+    return Instance(blocks=blocks, rows=(row,), budget_bytes=budget_bytes, link=None)
+
+
+def test_many_equal_blocks_are_solved_without_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(milp, "_run", None)
+    choice = solve_milp(_equal_blocks(80, budget_bytes=2000))
+    assert choice is not None
+    # 66 blocks hold 30 bytes, and 14 none; without integers a third of one is left over.
+    assert sorted(choice.options) == [1] * 66 + [2] * 14
+    assert choice.extra_seconds == 66 + 14 * 4
+    assert choice.lower_bound_seconds == pytest.approx(80 + 3 * (80 - 2000 / 30))
+
+
+def test_few_blocks_are_not_rounded_further_than_the_gap() -> None:
+    choice = solve_milp(_equal_blocks(2, budget_bytes=125))
+    assert choice is not None
+    assert sorted(choice.options) == [1, 1]
+
+
+def test_of_shares_the_cheapest_that_fits_is_chosen() -> None:
+    instance = _equal_blocks(3, budget_bytes=135)
+    whole, split = [(0, 0.0), (1, 1.0), (2, 0.0)], [(0, 0.4), (1, 0.0), (2, 0.6)]
+    assert rounded(instance, [whole, split, split]) in ((1, 0, 2), (1, 2, 0))
+    assert rounded(replace(instance, budget_bytes=29), [whole, split, split]) is None
+    assert rounded(instance, [split] * 7) is None

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance
 from memwall.planning.solver.quiet_streams import nothing_printed
+from memwall.planning.solver.rounding import rounded
 
 if TYPE_CHECKING:
     import highspy
@@ -22,8 +23,12 @@ if TYPE_CHECKING:
 _MOST_SOLVES = 6
 _MOST_SECONDS = 10.0
 """The time limit of each solve; there is more than one only if an answer fails verification."""
+_MOST_NODES = 40_000
+"""Nodes of the search, times binaries: the deeper a model, the longer each takes, and the less it finds."""
 _GAP_SHARE_OF_PEAK = 0.001
 _ROW_SCALE = 1 << 12
+# HighsInfo's kSolutionStatusFeasible; after a time limit the incumbent has it too.
+_FEASIBLE = 2
 _TIES = 1e-6
 """Price of moving everything that could be moved, as a part of the step: decides between equal choices only."""
 
@@ -36,10 +41,9 @@ def solve_milp(
 ) -> Choice | None:
     """Returns the cheapest choice within the budget, up to the gap; the time limit keeps the best one found by then.
 
-    One thread and a fixed seed: equal inputs give equal answers, unless the time limit ends the solve. The decoder in
-    the tests of planning with 96 blocks, 8 options and one link of 20 MiB/ms took 0.1 to 1.8 CPU seconds over its six
-    cells (2-core CPU, HiGHS 1.15.1, 2026-11-20). At 6 MiB/ms one of six cells, of equal blocks, ran into the limit; its
-    bound was then 0.5 % of the step away.
+    Without integers the program is solved first: of a deep model all but a few blocks have one option then, and the
+    choice next to that is mostly within the gap. One thread and a fixed seed: equal inputs give equal answers, unless
+    the time limit ends the solve.
 
     Args:
         instance: what to solve.
@@ -60,16 +64,25 @@ def solve_milp(
     if program is None:
         return None
     gap = gap_share_of_step * step_seconds / unit_seconds
+
+    def as_choice(options: tuple[int, ...], extra_seconds: float, bound: float) -> Choice:
+        lower_bound_seconds = max(0.0, (bound - program.ties) * unit_seconds)
+        if extra_seconds - lower_bound_seconds <= 2 * _TIES * step_seconds:
+            lower_bound_seconds = extra_seconds
+        return Choice(options, extra_seconds, min(lower_bound_seconds, extra_seconds))
+
+    near = _near_relaxed(instance, program)
+    if near.options is not None:
+        extra_seconds = evaluate(instance, near.options).extra_seconds
+        if extra_seconds / unit_seconds - near.bound <= gap:
+            return as_choice(near.options, extra_seconds, near.bound)
     for _ in range(_MOST_SOLVES):
         found = _run(program, start=start, absolute_gap=gap)
         if found.options is None:
             return None
         verdict = evaluate(instance, found.options)
         if verdict.fits:
-            lower_bound_seconds = max(0.0, (found.bound - program.ties) * unit_seconds)
-            if verdict.extra_seconds - lower_bound_seconds <= 2 * _TIES * step_seconds:
-                lower_bound_seconds = verdict.extra_seconds
-            return Choice(found.options, verdict.extra_seconds, min(lower_bound_seconds, verdict.extra_seconds))
+            return as_choice(found.options, verdict.extra_seconds, found.bound)
         # Over the budget by less than the solver's tolerance. Only this one choice is cut off: the bound stays valid.
         picked = [(offset + option, 1.0) for offset, option in zip(program.offsets, found.options, strict=True)]
         program.add_row(picked, -math.inf, len(picked) - 1.0)
@@ -261,8 +274,20 @@ class _Found(NamedTuple):
     bound: float
 
 
-def _run(program: _Program, *, start: tuple[int, ...] | None, absolute_gap: float) -> _Found:
-    """Returns the best integer solution HiGHS finds, and its bound in the program's units (-inf for none)."""
+def _near_relaxed(instance: Instance, program: _Program) -> _Found:
+    """Returns the choice next to the optimum of the program without integers, and that optimum as its bound."""
+    solver = _solver()
+    solver.passModel(_linear(program))
+    solver.run()
+    info = solver.getInfo()
+    if info.primal_solution_status != _FEASIBLE:
+        return _Found(None, -math.inf)
+    values = np.array(solver.getSolution().col_value)
+    shares = [[(option, values[x]) for x, option in program.each(block)] for block in range(len(program.offsets))]
+    return _Found(rounded(instance, shares), float(info.objective_function_value))
+
+
+def _linear(program: _Program) -> "highspy.HighsLp":
     import highspy
 
     lp = highspy.HighsLp()
@@ -276,21 +301,25 @@ def _run(program: _Program, *, start: tuple[int, ...] | None, absolute_gap: floa
     lp.a_matrix_.start_ = np.array(program.row_starts, dtype=np.int32)
     lp.a_matrix_.index_ = np.array(program.columns, dtype=np.int32)
     lp.a_matrix_.value_ = np.array(program.values)
+    return lp
+
+
+def _run(program: _Program, *, start: tuple[int, ...] | None, absolute_gap: float) -> _Found:
+    """Returns the best integer solution HiGHS finds, and its bound in the program's units (-inf for none)."""
+    import highspy
+
+    lp = _linear(program)
     continuous = lp.num_col_ - program.num_binaries
     lp.integrality_ = [highspy.HighsVarType.kInteger] * program.num_binaries + [
         highspy.HighsVarType.kContinuous
     ] * continuous
 
-    # HiGHS 1.16 names itself on standard output here, before there is an object that could be told not to.
-    with nothing_printed():
-        solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", 1)
-    solver.setOptionValue("parallel", "off")
-    solver.setOptionValue("random_seed", 0)
+    solver = _solver()
+    # Over the cells of benchmarks/planner.py presolve takes longer than it saves, and leaves a weaker bound.
+    solver.setOptionValue("presolve", "off")
+    solver.setOptionValue("mip_max_nodes", max(1, _MOST_NODES // max(1, program.num_binaries)))
     solver.setOptionValue("mip_rel_gap", 0.0)
     solver.setOptionValue("mip_abs_gap", max(absolute_gap, 1e-6))
-    solver.setOptionValue("time_limit", _MOST_SECONDS)
     solver.passModel(lp)
     if start is not None:
         columns = np.arange(program.num_binaries, dtype=np.int32)
@@ -301,12 +330,25 @@ def _run(program: _Program, *, start: tuple[int, ...] | None, absolute_gap: floa
     return _read(solver, program)
 
 
+def _solver() -> "highspy.Highs":
+    import highspy
+
+    # HiGHS 1.16 names itself on standard output here, before there is an object that could be told not to.
+    with nothing_printed():
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    solver.setOptionValue("parallel", "off")
+    solver.setOptionValue("random_seed", 0)
+    solver.setOptionValue("time_limit", _MOST_SECONDS)
+    return solver
+
+
 def _read(solver: "highspy.Highs", program: _Program) -> _Found:
     info = solver.getInfo()
     bound = float(info.mip_dual_bound)
     bound = bound if math.isfinite(bound) else -math.inf
-    # 2 is HighsInfo's kSolutionStatusFeasible; after a time limit the incumbent has it too.
-    if info.primal_solution_status != 2:
+    if info.primal_solution_status != _FEASIBLE:
         return _Found(None, bound)
     values = np.array(solver.getSolution().col_value)
     chosen = (max(program.each(i), key=lambda pair: values[pair[0]])[1] for i in range(len(program.offsets)))
