@@ -3,7 +3,8 @@
 Who sends SIGTERM sends SIGKILL soon after, often in ten seconds. A step that would not be committed in eight is not
 waited for: the run ends at once, at the last committed one. Where the script has a handler of its own that stays.
 
-Python hears a signal between two operations alone, and all of a backward may be one. A thread looks after that.
+Python hears a signal between two operations alone, and all of a backward may be one. A thread looks after that. What
+runs once the last step is committed, Python's own end above all, may take longer beside other work: a deadline ends it.
 """
 
 import logging
@@ -14,6 +15,7 @@ import time
 from functools import cache
 from typing import Any, NoReturn
 
+from memwall.checkpoint.deadline import Deadline
 from memwall.patches import Patches, note_permanent
 
 _log = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ _log = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 8.0
 _LAST_SECONDS = 1.0
 """Time that is left after that to an operation that does not end."""
+_MOST_SECONDS = 9.3
+"""Time from SIGTERM to the end of the process."""
 _DEFAULTS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 
 _present: "Ending | None" = None
@@ -34,6 +38,7 @@ class Ending:
         self._asked_by: int | None = None
         self._pipe: tuple[int, int] | None = None
         self._has_ended = threading.Event()
+        self._deadline: Deadline | None = None
 
     @property
     def is_asked(self) -> bool:
@@ -69,6 +74,8 @@ class Ending:
         for number, default in _DEFAULTS.items():
             if signal.getsignal(number) == self._hear:
                 signal.signal(number, default)
+        if not self._has_ended.is_set() and self._deadline is not None:  # the run has come to its own end first
+            self._deadline.lift()
         self._has_ended.set()
         os.close(self._pipe[1])  # which ends the thread
         _present = self._pipe = None
@@ -101,7 +108,11 @@ class Ending:
         assert main is not None
         while heard := os.read(read, 1):
             number = heard[0]
-            if signal.getsignal(number) != self._hear or self._has_ended.wait(_PATIENCE_SECONDS):
+            if signal.getsignal(number) != self._hear:
+                continue
+            if number == signal.SIGTERM and self._deadline is None:
+                self._deadline = Deadline(_MOST_SECONDS, 128 + number)
+            if self._has_ended.wait(_PATIENCE_SECONDS):
                 continue
             signal.pthread_kill(main, number)
             if not self._has_ended.wait(_LAST_SECONDS) and number == signal.SIGTERM:

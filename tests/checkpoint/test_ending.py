@@ -9,7 +9,7 @@ from warm_python import Program, warm_python
 pytestmark = pytest.mark.slow(seconds=3)
 
 SCRIPT = """
-import hashlib, os, signal, sys, time
+import atexit, ctypes, hashlib, os, signal, sys, time
 import torch
 import memwall
 
@@ -20,6 +20,8 @@ optimizer = torch.optim.AdamW(model.parameters())
 large = torch.ones(5000, 5000) if how == "long" else None
 if how == "own handler":
     signal.signal(signal.SIGTERM, lambda *_: print("heard"))
+if how == "slow end":
+    atexit.register(ctypes.PyDLL(None).sleep, 100)  # no other thread of Python's runs meanwhile
 for step in memwall.steps(6):
     x = torch.randn(4)
     loss = model(x).square().sum()
@@ -42,7 +44,14 @@ print(hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest())
 """
 
 
-def started(folder: Path, how: str, *options: str, step_seconds: float = 0.0, patience_seconds: float = 8.0) -> Program:
+def started(
+    folder: Path,
+    how: str,
+    *options: str,
+    step_seconds: float = 0.0,
+    patience_seconds: float = 8.0,
+    most_seconds: float = 9.3,
+) -> Program:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     words = ("run", "--budget", "8GiB", "--checkpoint", str(folder / "kept"), *options, str(script), how)
@@ -51,6 +60,7 @@ def started(folder: Path, how: str, *options: str, step_seconds: float = 0.0, pa
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "import sys, memwall.checkpoint.ending as ending; from memwall.cli.app import main; "
         f"ending._PATIENCE_SECONDS, ending._LAST_SECONDS = {patience_seconds}, 0.2; "
+        f"ending._MOST_SECONDS = {most_seconds}; "
         f"sys.exit(main({[*words, str(step_seconds)]}))"
     )
     return warm_python().start("-c", source)
@@ -90,6 +100,13 @@ def test_an_operation_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> N
     assert told.wait() == 143, told.said
     assert "one operation has run all the time" in told.said
     assert committed_step(tmp_path) == 3
+
+
+def test_an_end_of_python_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
+    """GIVEN a step that is committed in time WHEN what follows takes minutes THEN the process ends in time as well."""
+    told = started(tmp_path, "slow end", most_seconds=1.5)
+    assert told.wait(timeout_s=30) == 143, told.said
+    assert committed_step(tmp_path) == 4
 
 
 def test_a_handler_of_the_script_stays(tmp_path: Path) -> None:
