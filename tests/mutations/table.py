@@ -70,7 +70,7 @@ MUTATIONS = (
     Mutation(
         "each rank of a host takes a percentage of all its memory",
         "memwall/machine/limits.py",
-        'return total_bytes // num_local_ranks() if device == "cpu" else total_bytes',
+        "return total_bytes // num_local_ranks()",
         "return total_bytes",
         ("tests/machine/test_limits.py",),
     ),
