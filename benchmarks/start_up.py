@@ -6,8 +6,8 @@ Two scripts, a tiny network and a GPT of 100 million parameters, in three arms t
 which leaves them alone; and `memwall run --report`, which records their first step and plans, for nothing. They print
 their own processor seconds, which the work of other processes does not add to, and their resident bytes; torch's
 imports are in all arms. Then steps of one model under a plan of `memwall.fit` that does nothing, in turns with and
-without what it has hooked: the median of the differences within neighbours. (Two equal models differ by up to 1 % of a
-step, by where their tensors lie.) Then the start of three commands beside Python's own. Writes
+without what it has hooked: median and quartiles of the differences within neighbours. (Two equal models differ by up to
+1 % of a step, by where their tensors lie.) Then the start of three commands beside Python's own. Writes
 results/cpu/start_up.json.
 """
 
@@ -115,12 +115,13 @@ def steady(num_steps: int) -> dict[str, Any]:
                     seconds[arm].append(_step(model, optimizer, batch))
     pairs = list(zip(seconds["planned"][5:], seconds["plain"][5:], strict=True))
     plain = statistics.median(b for _, b in pairs)
-    added = statistics.median(a - b for a, b in pairs)
+    first, added, third = statistics.quantiles((a - b for a, b in pairs), n=4)
     return {
         "num_steps": num_steps,
         "step_cpu_seconds": plain,
         "added_cpu_seconds": added,
         "added_to_plain_ratio": added / plain,
+        "added_to_plain_ratio_quartiles": [first / plain, third / plain],
     }
 
 
