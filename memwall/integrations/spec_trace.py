@@ -185,10 +185,13 @@ def _phantom_run(
             "route phantom: a process of its own makes the workload; give package.module:factory or "
             "path/file.py:factory in place of the Workload"
         )
-    if mask_share is not None:
-        raise UsageError("--mask-share: only with --route translate; on the phantom device a mask selects nothing")
     run = recorded_on_phantom(
-        spec, hardware, eval_batch=eval_batch, num_micro_batches=num_micro_batches, options={**options}
+        spec,
+        hardware,
+        eval_batch=eval_batch,
+        num_micro_batches=num_micro_batches,
+        mask_share=mask_share,
+        options={**options},
     )
     evaluation = run.evaluation
     return RecordedRun(

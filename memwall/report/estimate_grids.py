@@ -19,7 +19,7 @@ _RECORDINGS = {
 }
 
 _ROUTES = {
-    "translate": "translate, simulated; --route phantom has cuDNN's workspaces, and leaves out what hangs on values",
+    "translate": "translate, simulated; --route phantom leaves out nothing of this and has cuDNN's workspaces",
     "phantom": "phantom, simulated; --route translate leaves out workspaces of cuDNN and temporaries of CUB",
 }
 

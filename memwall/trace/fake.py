@@ -109,6 +109,8 @@ class FakeRun(NamedTuple):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: tuple[Any, ...]
+    values: KnownValues
+    """Those of the model's buffers and of the batches that are known, within."""
 
 
 @contextmanager
@@ -165,7 +167,7 @@ def fake_run(
         made = [tree_map(lambda value: _with_values(value, fake_mode, values), make()) for make in batches]
         if choices is not None:
             contexts.enter_context(choices)
-        yield FakeRun(builder, model, optimizer, tuple(made))
+        yield FakeRun(builder, model, optimizer, tuple(made), values)
 
 
 class _Place:

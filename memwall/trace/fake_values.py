@@ -84,12 +84,7 @@ class KnownValues(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        device = kwargs.get("device")
-        if device is not None and device.type not in ("cpu", "meta"):
-            raise self._failure(
-                f"a tensor is asked for on device '{device}'",
-                "leave model and batch on the CPU: what differs on the target device is put in afterwards",
-            )
+        self._check_device(kwargs.get("device"))
         tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         is_known = all(self._has_value(tensor) for tensor in tensors)
         if func is _LOCAL_SCALAR:
@@ -97,7 +92,7 @@ class KnownValues(TorchDispatchMode):
         if func is _aten.index.Tensor and not is_known:
             args = (args[0], self._positions(func, args[1]))
         try:
-            out = as_real(func, args, run_fake(func, args, kwargs))
+            out = self._run(func, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return self._by_value(func, args, kwargs) if is_known else self._assumed(func, args)
         except UnsupportedOperatorException as error:
@@ -115,14 +110,37 @@ class KnownValues(TorchDispatchMode):
             self.forget(written)
         return out
 
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """Returns the values of a tensor that is followed; None where they are not known."""
+        if not self._is_followed(tensor) or not self._has_value(tensor):
+            return None
+        with without_dispatch():
+            found: Tensor = self._value(tensor)
+        return found
+
+    def _is_followed(self, tensor: Any) -> bool:
+        """Tells whether a tensor has no values of its own."""
+        return isinstance(tensor, FakeTensor)
+
+    def _check_device(self, device: torch.device | None) -> None:
+        if device is not None and device.type not in ("cpu", "meta"):
+            raise self._failure(
+                f"a tensor is asked for on device '{device}'",
+                "leave model and batch on the CPU: what differs on the target device is put in afterwards",
+            )
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operator on tensors without values; raises where its result's shape or number hangs on them."""
+        return as_real(func, args, run_fake(func, args, kwargs))
+
     # -- values that are known -------------------------------------------------------------------------------------
 
     def _has_value(self, tensor: Tensor) -> bool:
-        return not isinstance(tensor, FakeTensor) or _key(tensor) in self._real
+        return not self._is_followed(tensor) or _key(tensor) in self._real
 
     def _value(self, tensor: Any) -> Any:
-        """Returns the real tensor of a fake one, as a view of the bytes kept for its storage."""
-        if not isinstance(tensor, FakeTensor):
+        """Returns the real tensor of one without values, as a view of the bytes kept for its storage."""
+        if not self._is_followed(tensor):
             return tensor
         real = torch.empty(0, dtype=tensor.dtype)
         storage = self._real[_key(tensor)]
@@ -154,11 +172,15 @@ class KnownValues(TorchDispatchMode):
         def faked(real: Any) -> Any:
             if not isinstance(real, Tensor):
                 return real
-            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+            fake = self._empty(real)
             self.know(fake, real)
             return fake
 
         return tree_map(faked, real_out)
+
+    def _empty(self, real: Tensor) -> Tensor:
+        """Returns a tensor without values that is laid out as a real one."""
+        return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
 
     # -- values that are not ---------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ def _recorded(request: Request, folder: Path) -> Answer:
         evaluated.make_batch,
         hardware_named(request.device),
         num_micro_batches=request.num_micro_batches,
+        mask_share=request.mask_share,
     )
     save_trace(run.training, folder / TRAINING)
     if run.evaluation is not None:

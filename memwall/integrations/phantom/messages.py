@@ -14,6 +14,7 @@ class Request(Struct, frozen=True, kw_only=True):
     device: str
     """Name of the card, as in hardware.toml."""
     eval_batch: int | None
+    mask_share: float | None
     num_micro_batches: int
     options: dict[str, Any]
     """What `workload_of_spec` is told."""

@@ -4,7 +4,6 @@ The device's memory is address space: model and batches are made as fake tensors
 byte in host memory, so that a model larger than this machine is recorded, too.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -14,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from memwall.errors import MemwallError
+from memwall.integrations.phantom.values import PhantomValues
 from memwall.machine.hardware import Hardware
 from memwall.patches import Patches
 from memwall.predict.cuda.live_cuda import as_plain
 from memwall.predict.cuda.own_blocks import OwnBlocks, with_own_blocks
 from memwall.predict.roofline import Roofline
 from memwall.torch_internals.modules import own_buffers, own_parameters
-from memwall.torch_internals.trees import tree_map
+from memwall.torch_internals.trees import tree_flatten, tree_map
 from memwall.trace.fake import MOST_MICRO_BATCHES, RecordedRun, fake_run
 from memwall.trace.records import Trace
 from memwall.trace.spec import describe_error
@@ -31,28 +31,38 @@ _NUM_STEPS = 2
 
 
 def record_on_phantom(
-    workload: Workload, eval_batch: Callable[[], Any], hardware: Hardware, *, num_micro_batches: int = 1
+    workload: Workload,
+    eval_batch: Callable[[], Any],
+    hardware: Hardware,
+    *,
+    num_micro_batches: int = 1,
+    mask_share: float | None = None,
 ) -> RecordedRun:
     """Records two training steps and an evaluation on the phantom device that this process has.
 
     Args:
         eval_batch: makes the batch that is evaluated.
         num_micro_batches: forwards and backwards in a step; at most two are recorded, since further ones are alike.
+        mask_share: share of a mask's elements taken to be true where the step selects rows by one that is not known.
 
     Raises:
-        TraceError: the workload does not run a whole training step, or its tensors' sizes hang on values.
+        TraceError: the workload does not run a whole training step, or hangs on values that are not known.
     """
     with fake_run(workload, [workload.make_batch, eval_batch]) as run:
         fakes, model = run.batches, run.model
+        followed = [*model.buffers(), *(leaf for leaf in tree_flatten(fakes)[0] if isinstance(leaf, Tensor))]
+        known = {id(fake): run.values.value_of(fake) for fake in followed}
     device = torch.device("cuda", 0)
-    move = _Mover(device)
+    place = _Place()
+    values = PhantomValues(place.now, mask_share)
+    move = _Mover(device, values, known)
     move.model(model)
     batch, evaluated = (tree_map(move.tensor, fake) for fake in fakes)
     choices = _Choices()
-    with choices.in_force():
+    with choices.in_force(), values:
         optimizer = workload.make_optimizer(model)
         blocks = OwnBlocks(device)
-        builder = TraceBuilder([model], seconds_of=Roofline(hardware), workspaces=blocks)
+        place.builder = builder = TraceBuilder([model], seconds_of=Roofline(hardware), workspaces=blocks)
         training = run_recorded(
             builder,
             workload,
@@ -81,11 +91,21 @@ def record_on_phantom(
     )
 
 
+class _Place:
+    """Tells what runs now, for messages."""
+
+    builder: TraceBuilder | None = None
+
+    def now(self) -> str:
+        place = self.builder.place if self.builder is not None else ""
+        return place or "making the optimizer"
+
+
 class _Mover:
     """Gives fake tensors room on a device; one that is met twice, as tied weights are, gets it once."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, values: PhantomValues, known: dict[int, Tensor | None]) -> None:
+        self._device, self._values, self._known = device, values, known
         self._moved: dict[int, Tensor] = {}
         self._fakes: list[Tensor] = []
         """Keeps them alive, so that no other takes the place of one."""
@@ -110,11 +130,14 @@ class _Mover:
                 place = nn.Parameter(place, requires_grad=fake.requires_grad)
                 vars(place).update({name: value for name, value in noted.items() if name not in vars(place)})
             self._moved[id(fake)] = place
+            real = self._known.get(id(fake))
+            if real is not None:
+                self._values.know(place, real)
         return self._moved[id(fake)]
 
 
 class _Choices:
-    """Answers what a device without values cannot, and notes the precision that the step runs in."""
+    """Has the step run in the device's autocast, and notes its precision."""
 
     def __init__(self) -> None:
         self.autocast: Literal["none", "bfloat16", "float16"] = "none"
@@ -122,11 +145,8 @@ class _Choices:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        masking: Any = sys.modules.get("transformers.masking_utils")
         with Patches("records a step on the phantom device") as patches:
             patches.wrap(torch.autocast, "__init__", self._begin_autocast)
-            if hasattr(masking, "find_packed_sequence_indices"):
-                patches.wrap(masking, "find_packed_sequence_indices", _asked)
             yield
 
     def _begin_autocast(
@@ -144,11 +164,3 @@ class _Choices:
         init(autocast, device_type, dtype, enabled, cache_enabled)
         if enabled:
             self.autocast = "float16" if autocast.fast_dtype == torch.float16 else "bfloat16"
-
-
-def _asked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Has transformers hear that positions do not restart within a row; what the question allocates is allocated.
-
-    All positions read as 0, which it would take for packed sequences.
-    """
-    original(*args, **kwargs)

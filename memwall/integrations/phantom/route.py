@@ -26,7 +26,13 @@ _LAST_LINES = 3
 
 
 def recorded_on_phantom(
-    spec: str, hardware: Hardware, *, eval_batch: int | None, num_micro_batches: int, options: dict[str, Any]
+    spec: str,
+    hardware: Hardware,
+    *,
+    eval_batch: int | None,
+    num_micro_batches: int,
+    mask_share: float | None,
+    options: dict[str, Any],
 ) -> RecordedRun:
     """Returns two training steps of a SPEC and an evaluation, recorded on a phantom card.
 
@@ -44,6 +50,7 @@ def recorded_on_phantom(
         device=hardware.name,
         eval_batch=eval_batch,
         num_micro_batches=num_micro_batches,
+        mask_share=mask_share,
         options={name: value for name, value in options.items() if value is not None},
     )
     with tempfile.TemporaryDirectory(prefix="memwall-phantom-") as name:

@@ -12,7 +12,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from memwall.errors import TraceError
 from memwall.predict.cuda.live_cuda import cuda_device_here
 from memwall.predict.cuda.workspaces import CudaWorkspaces
 from memwall.torch_internals.allocator import record_history, snapshot
@@ -20,7 +19,6 @@ from memwall.trace.records import Step, Storage
 from memwall.trace.workspaces import Workspace
 
 _CALLS = ("alloc", "free_completed")
-_MASKS = (torch.bool, torch.uint8)
 Event = tuple[bool, int, int]
 """Whether a block is handed out or comes back, its address, and the bytes that were asked for."""
 
@@ -36,10 +34,7 @@ class OwnBlock(NamedTuple):
 
 
 class OwnBlocks(CudaWorkspaces):
-    """Notes which part of the allocator's history each operator is, for `with_own_blocks`.
-
-    Values are none on the phantom device: an operator whose result has as many elements as they say is refused.
-    """
+    """Notes which part of the allocator's history each operator is, for `with_own_blocks`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(cuda_device_here(device))
@@ -53,13 +48,6 @@ class OwnBlocks(CudaWorkspaces):
         self, func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[Workspace]:
         """Runs an operator between two places of the history."""
-        tags = getattr(func, "tags", ())
-        is_lookup = func is torch.ops.aten.index.Tensor and not any(each.dtype in _MASKS for each in inputs[1:])
-        if torch.Tag.dynamic_output_shape in tags and not is_lookup:
-            raise TraceError(
-                f"the step selects by values ({func}), and all values are 0 on the phantom device; take --route "
-                "translate, with --mask-share where a mask of the model's own selects rows"
-            )
         del inputs, args, kwargs  # an operator that lets go of them while it runs needs less
         begin = self._num_calls()
         yield Workspace(())

@@ -107,7 +107,6 @@ def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
 
 def _not_on_phantom(trace: Trace, has: Callable[..., bool]) -> Iterator[str]:
     """Yields what a step on the phantom device leaves out; its allocator and its libraries' choices are real."""
-    yield "what hangs on values: on the phantom device all that is read is 0"
     if has("convolution"):
         yield "torch.backends.cudnn.benchmark, which takes what is fastest, with any workspace"
     if has("batch_norm"):

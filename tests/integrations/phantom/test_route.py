@@ -86,10 +86,28 @@ def test_both_routes_agree_where_no_closed_library_asks_for_room() -> None:
     assert ours.step_seconds == pytest.approx(theirs.step_seconds, rel=0.02)
 
 
-def test_what_hangs_on_values_is_refused_by_the_operator_that_asks() -> None:
-    with pytest.raises(TraceError, match=r"selects by values \(aten\.index\.Tensor\).*take --route translate"):
+def test_a_mask_whose_values_nobody_knows_needs_a_share() -> None:
+    with pytest.raises(TraceError, match=r"aten\.index\.Tensor selects by a mask of 4 elements.*mask_share"):
         foreseen("selecting", "phantom")
+    run = device_run_of_spec(f"{SPECS}:selecting", H100, route="phantom", mask_share=0.5)
+    assert run.training.is_phantom
     assert foreseen("looking_up", "phantom").fits
+
+
+@pytest.mark.requires("transformers")
+def test_a_branch_on_the_batch_is_taken_as_in_a_real_step(tmp_path: Path) -> None:
+    """GIVEN a mask of tokens that are all there THEN attention gets no mask, though the device's memory reads as 0."""
+    from transformers import T5Config
+
+    config = T5Config(d_model=128, d_ff=256, num_layers=2, num_heads=4, vocab_size=512).to_dict()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "architectures": ["T5ForConditionalGeneration"]}))
+    runs = [
+        device_run_of_spec(str(path), H100, batch=4, sequence=256, route=route) for route in ("phantom", "translate")
+    ]
+    ours, theirs = (estimate(run.training, H100) for run in runs)
+    assert len(runs[0].training.steps[1].ops) == len(runs[1].training.steps[1].ops)
+    assert ours.peak.allocated_bytes == pytest.approx(theirs.peak.allocated_bytes, rel=0.005)
 
 
 def test_a_step_that_fails_there_is_one_message_that_names_the_line() -> None:
