@@ -106,7 +106,8 @@ class StepModel(CallRules):
 
     def lives(self, treatments: Mapping[str, Treatment]) -> list[Life]:
         """Returns every stay of every storage under the treatments (block path -> treatment), in no given order."""
-        return self._lives(treatments, range(len(self.step.storages)))
+        numbered = {b: treatments[block.path] for b, block in enumerate(self.blocks) if block.path in treatments}
+        return self._lives(numbered, range(len(self.step.storages)))
 
     def changed_lives(self, block: int, treatment: Treatment) -> tuple[list[Life], list[Life]]:
         """Returns what treating one block alone changes: (lives of a plain step that go, lives that come instead)."""
@@ -116,15 +117,12 @@ class StepModel(CallRules):
             touched.update(call.inputs)
             touched.update(self.step.saved[s].storage for s in self.blocks[block].saved[c])
         order = sorted(touched)
-        return self._lives({}, order), self._lives({self.blocks[block].path: treatment}, order)
+        return self._lives({}, order), self._lives({block: treatment}, order)
 
-    def _lives(self, treatments: Mapping[str, Treatment], which: Sequence[int]) -> list[Life]:
+    def _lives(self, treatments: Mapping[int, Treatment], which: Sequence[int]) -> list[Life]:
         changes = _Changes()
-        for b, block in enumerate(self.blocks):
-            treatment = treatments.get(block.path)
-            if treatment is None:
-                continue
-            for c, call in enumerate(block.calls):
+        for b, treatment in treatments.items():
+            for c, call in enumerate(self.blocks[b].calls):
                 if call.backward_start < 0:
                     continue
                 if treatment.recompute:
