@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_SOLVES = 6
 _MOST_SECONDS = 10.0
 """The time limit of each solve; there is more than one only if an answer fails verification."""
-_MOST_NODES = 40_000
+_MOST_NODES = 8_000
 """Nodes of the search, times binaries: the deeper a model, the longer each takes, and the less it finds."""
 _GAP_SHARE_OF_PEAK = 0.001
 _ROW_SCALE = 1 << 12
