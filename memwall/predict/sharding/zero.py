@@ -63,7 +63,8 @@ class DeepSpeedZero(Sharding, frozen=True, kw_only=True, tag="zero"):
         if self.stage == 3:
             self._parameters(rank, num)
         host_bytes = self._state(rank, num, share_elements)
-        num_buckets = 2 if self.stage < 3 else 1
+        overlaps = self.stage < 3 and trace.device != "cpu"  # as memwall.planning.deepspeed has it
+        num_buckets = 2 if overlaps else 1
         rank.add(num_buckets * largest * element_bytes, -1, rank.end, "buffer")
         communication_seconds, per_pass = self._seconds(rank, element_bytes, network)
         exposed_seconds = per_pass

@@ -96,7 +96,13 @@ def test_zero_holds_what_its_paper_says(trace: Trace, num_ranks: int) -> None:
         assert found["parameter"] == pytest.approx(elements * weights, rel=1e-3)
         assert found["gradient"] == pytest.approx(elements * gradients, rel=1e-3)
         assert found["optimizer_state"] == pytest.approx(elements * 12 / num_ranks, rel=1e-3)
-        assert found["buffer"] == (2 if stage < 3 else 1) * buffers
+        assert found["buffer"] == buffers
+
+
+@pytest.mark.parametrize(("device", "num_buckets"), [("cpu", 1), ("cuda", 2)])
+def test_zero_has_a_second_bucket_where_reductions_overlap(trace: Trace, device: str, num_buckets: int) -> None:
+    found = standing_bytes(cost_of(DeepSpeedZero(stage=1), replace(trace, device=device), 4))
+    assert found["buffer"] == num_buckets * 500_000 * 4
 
 
 def test_offloading_leaves_nothing_on_the_device(trace: Trace) -> None:
