@@ -12,10 +12,11 @@ from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.predict.first_step import FirstStep
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
-from memwall.predict.process import calibrated
+from memwall.predict.process import ProcessModel, calibrated
 from memwall.session import first_plan as planning
 from memwall.trace.records import Trace
-from memwall.trace.trace_builder import TraceBuilder
+from memwall.trace.trace_builder import TraceBuilder, record
+from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +113,26 @@ def test_workspace_is_what_was_seen_outside_the_heap(trace: Trace) -> None:
     parked = msgspec.structs.replace(trace, is_parked=True, steps=(first,))
     found = calibrated(parked, base_bytes=100 * MIB, window_bytes=32 * MIB, min_bytes=64 << 10, outside_bytes=37 * MIB)
     assert 4 * MIB < found.workspace_bytes <= 5 * MIB  # less what small tensors hold, which the forecast adds
+
+
+@pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_unavailable_reason())
+def test_malloc_loses_as_much_as_small_tensors_hold_unless_more_was_measured() -> None:
+    """GIVEN 200 results of 32 KiB, which malloc holds."""
+    workload = Workload(
+        model=lambda: nn.Sequential(nn.Linear(64, 64), *(nn.Tanh() for _ in range(200))),
+        batch=lambda: torch.zeros(128, 64),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    trace = record(workload, num_steps=1)
+
+    def forecast_bytes(workspace_bytes: int) -> int:
+        process = ProcessModel(msgspec.structs.replace(trace, workspace_bytes=workspace_bytes))
+        return process.treated(trace.steps[0], 64 << 30).process_bytes
+
+    lost_bytes = forecast_bytes(0) - (forecast_bytes(1 << 30) - (1 << 30))
+    assert 200 * (32 << 10) <= lost_bytes < 203 * (32 << 10)
+    assert forecast_bytes(lost_bytes) == forecast_bytes(0)
 
 
 @pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_unavailable_reason())
