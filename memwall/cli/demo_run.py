@@ -14,6 +14,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from memwall.cli.verbosity import is_verbose
 from memwall.errors import MemwallError, UsageError
 from memwall.integrations.launcher import run_script
 from memwall.observe.measure import run_report as run_report_of
@@ -23,6 +24,7 @@ from memwall.planning.step_under_plan import step_under_plan
 from memwall.report.curves import curve_of
 from memwall.report.html import Page, save_page
 from memwall.report.run_grids import Outcome
+from memwall.report.summary import plan_summary, run_summary
 from memwall.report.text import comparison, plan_report, run_report
 from memwall.session.session import Session
 from memwall.trace.file import load_trace, save_trace
@@ -130,8 +132,8 @@ def run_demo(*, budget: str, out: Path | None, as_json: bool, script_arguments: 
         report=str(folder / "report.html"),
         run=run,
     )
-    console.print(plan_report(plan))
-    console.print(run_report(run))
+    console.print(plan_report(plan) if is_verbose() else plan_summary(plan))
+    console.print(run_report(run) if is_verbose() else run_summary(run))
     console.print(comparison(outcomes))
     console.print(
         f"weights after {len(free['losses'])} steps: {'the same bits' if result.weights_equal else 'different'}"

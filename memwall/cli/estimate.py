@@ -18,6 +18,7 @@ from memwall.cli.options import (
     parse_budget,
     parse_count,
 )
+from memwall.cli.verbosity import is_verbose
 
 
 def estimate(
@@ -66,6 +67,8 @@ def estimate(
 ) -> None:
     """Predict the peak of each phase of a run and say what it is made of; nothing is allocated or downloaded.
 
+    -v shows every table, and what is not modelled.
+
     Only a step that hangs on values of its tensors is run for real, on this CPU, where there is room.
 
     Of several devices the status is that of the one where it fits best.
@@ -80,6 +83,7 @@ def estimate(
     from memwall.cli.estimate_search import Question, searched
     from memwall.cli.output import forecast_status, show
     from memwall.report.estimate_comparison import compared
+    from memwall.report.summary import estimate_summary
     from memwall.report.text import estimate_report
 
     question = Question(
@@ -101,7 +105,8 @@ def estimate(
     )
     found = [searched(question, each.name, size) for each, size in zip(devices, budgets, strict=True)]
     if len(found) == 1:
-        show(estimate_report(found[0].estimate, found[0].searched), found[0].estimate, as_json=as_json)
+        shown = estimate_report if is_verbose() else estimate_summary
+        show(shown(found[0].estimate, found[0].searched), found[0].estimate, as_json=as_json)
     else:
         table, record = compared(found)
         show(table, record, as_json=as_json)

@@ -40,6 +40,7 @@ from memwall.cli.plans.plan_ranks import (
     show_ranks,
 )
 from memwall.cli.plans.plan_source import device_trace, is_spec, trace_here, with_measured
+from memwall.cli.verbosity import is_verbose
 from memwall.errors import InfeasibleError, UsageError
 from memwall.integrations.hugging_face.hf_config import config_path
 
@@ -101,6 +102,8 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Choose what to recompute, offload or split so that the step fits the budget.
+
+    -v shows every table, and what is not modelled.
 
     With --ranks also how to divide the model; budget and batch are those of one rank, host memory is a node's.
     """
@@ -170,6 +173,7 @@ def plan(
     from memwall.planning.search import plan as search
     from memwall.planning.settings import Settings
     from memwall.report.budget_curve import budget_curve_view
+    from memwall.report.summary import forecast_summary
     from memwall.report.text import plan_report
 
     if hardware is None and device not in (None, trace.device):
@@ -223,7 +227,7 @@ def plan(
         made = with_smallest_that_holds(made, plan_for)
     if output is not None:
         made.save(output)
-    shown = plan_report(made)
+    shown = plan_report(made) if is_verbose() else forecast_summary(made, output)
     if has_curve:
         curve = curve_of(made, plan_for)
         made = replace(made, forecast=replace(made.forecast, curve=curve))

@@ -127,10 +127,10 @@ def estimate_report(estimate: "Estimate", searched: str = "") -> Group:
         searched: says which size was searched for and found; "" for none.
     """
     return _report(
-        shown_verdict(_forecast_verdict(estimate)),
+        shown_verdict(forecast_verdict(estimate)),
         *((Text(searched),) if searched else ()),
         facts(estimate_facts(estimate)),
-        *_relaxations(estimate),
+        *relaxations_of(estimate),
         *(_table(grid) for grid in (forecast_phase_grid(estimate), *holder_grids(estimate.in_peak))),
         Text(f"Predicted, not measured. Not modelled: {'; '.join(estimate.not_modelled)}.", style="dim"),
     )
@@ -146,7 +146,7 @@ def plan_report(plan: Plan, *, is_explained: bool = False) -> Group:
     return _report(
         shown_verdict(plan_verdict(plan)),
         facts(plan_facts(plan)),
-        *_relaxations(forecast),
+        *relaxations_of(forecast),
         _table(forecast_phase_grid(forecast)),
         _table(action_grid(plan.actions)),
         *((_table(lever_grid(forecast.levers)),) if forecast.levers else ()),
@@ -155,7 +155,7 @@ def plan_report(plan: Plan, *, is_explained: bool = False) -> Group:
     )
 
 
-def _relaxations(forecast: Forecast) -> tuple[Text, ...]:
+def relaxations_of(forecast: Forecast) -> tuple[Text, ...]:
     if not forecast.relaxations:
         return ()
     return (Text("\n".join(("What would make it fit:", *(f"  {line}" for line in forecast.relaxations)))),)
@@ -163,10 +163,10 @@ def _relaxations(forecast: Forecast) -> tuple[Text, ...]:
 
 def plan_verdict(plan: Plan) -> Verdict:
     """Returns whether the plan fits, in one sentence."""
-    return _forecast_verdict(plan.forecast)
+    return forecast_verdict(plan.forecast)
 
 
-def _forecast_verdict(forecast: Forecast) -> Verdict:
+def forecast_verdict(forecast: Forecast) -> Verdict:
     fit, peak_bytes = fit_of(forecast), forecast.peak.process_bytes
     with_margin = f"{format_bytes(peak_bytes, rounding='up')} predicted + {format_bytes(forecast.margin_bytes)} margin"
     if forecast.budget_bytes is None or fit == "no-budget":

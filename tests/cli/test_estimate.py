@@ -74,7 +74,7 @@ def test_the_status_says_whether_it_fits(run: Run, config: str) -> None:
 def test_the_table_starts_with_the_verdict_and_ends_with_what_is_left_out(
     capsys: pytest.CaptureFixture[str], config: str
 ) -> None:
-    assert main(["estimate", config, "--device", "h100-80gb", *OPTIONS, "--budget", "300MiB"]) == 3
+    assert main(["estimate", config, "--device", "h100-80gb", *OPTIONS, "--budget", "300MiB", "-v"]) == 3
     shown = capsys.readouterr().out
     words = " ".join(shown.split())
     assert shown.startswith("✗ does not fit: ")
@@ -83,6 +83,26 @@ def test_the_table_starts_with_the_verdict_and_ends_with_what_is_left_out(
     assert "optimizer state" in words
     assert "What would make it fit:" in shown
     assert "Predicted, not measured. Not modelled: nothing was measured on this device" in words
+
+
+@pytest.mark.requires("transformers")
+def test_twelve_lines_say_what_matters(
+    run: Run, config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a forecast that fits WHEN nothing else is asked for THEN it is short, and says what it leaves out."""
+    monkeypatch.setenv("COLUMNS", "160")
+    asked = ["estimate", config, "--device", "h100-80gb", *OPTIONS]
+    _, found = run(*asked)
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in shown.splitlines() if line.strip()]
+    assert len(lines) <= 12
+    assert lines[0].startswith("✓ fits: ")
+    assert lines[1] == "device h100-80gb"
+    peak = next(line for line in lines if line.startswith("peak "))
+    assert peak.startswith(f"peak {format_bytes(found['peak']['process_bytes'], rounding='up')}, first in ")
+    assert lines[2].startswith(f"workload weights in {found['workload']['dtype']}")
+    assert lines[-1].endswith(f"and {len(found['not_modelled'])} things that are not modelled.")
 
 
 @pytest.mark.requires("transformers")
@@ -201,7 +221,7 @@ def test_the_object_has_every_figure_of_the_table(
     """The holders at the peak are in both; phases stand in the order in which they happen, the largest marked."""
     monkeypatch.setenv("COLUMNS", "160")
     _, found = estimated(run, deep_config)
-    main(["estimate", deep_config, "--device", "h100-80gb", *OPTIONS])
+    main(["estimate", deep_config, "--device", "h100-80gb", *OPTIONS, "-v"])
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     for kind, at_peak in (("by_category", "In the peak, by category"), ("by_module", "In the peak, by module")):
         shares = found["in_peak"][kind]

@@ -203,7 +203,7 @@ def test_an_evaluation_that_needs_more_than_the_budget_is_what_does_not_fit(
     jsonschema.validate(found, SCHEMA)
     assert (status, found["fits"]) == (3, False)
     assert found["relaxations"][0] == "a smaller batch in evaluation: --eval-batch N"
-    assert main([*common, "--budget", too_little, "--eval-batch", "256"]) == 3
+    assert main([*common, "--budget", too_little, "--eval-batch", "256", "-v"]) == 3
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.startswith("✗ does not fit: ")
     assert "evaluation with metrics" in shown
