@@ -36,7 +36,9 @@ processor, from start to end of the command.
 
 Parameters are those of the model that the configuration builds. The published number is no count of memwall's: it is
 what a model card, a repository, an announcement or a paper says, rounded as it is there, and links to a page that says
-so. Most do not say whether the head counts; the two numbers differ by at most 6 %. Qwen's were read in copies of the
+so. Most do not say whether the head counts; the two numbers differ by at most 6 %.
+
+Qwen's were read in copies of the
 cards linked to, SDXL's in a copy of the paper, Gemma's link leads to the announcement by Hugging Face; the other texts
 are by those who made the model, but CLIP's and SigLIP's by OpenCLIP's. Mistral's is of version 0.3, which knows a few
 more tokens.

@@ -24,8 +24,9 @@ OPTIONS = {
     "export": {"--to", "--output", "--world-size", "--disk", "--json"}
     | {"--job", "--image", "--script", "--ranks-per-node"},
     "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"}
-    | {"--accumulate", "--eval-batch", "--autocast", "--checkpointing", "--lora", "--torch"},
+    | {"--accumulate", "--eval-batch", "--autocast", "--checkpointing", "--lora", "--torch", "--route"},
     "plan": {
+        "--route",
         "--budget",
         "--device",
         "--host",
