@@ -101,6 +101,9 @@ def test_what_a_start_costs_is_what_was_measured() -> None:
     for row in start_up.table(measured):
         assert row in PAGE
     assert f"adds {measured['steady']['added_to_plain_ratio']:.2%} to a step".replace("%", " %") in PAGE
+    quartiles = "{:.1%} and {:.1%}".format(*measured["steady"]["added_to_plain_ratio_quartiles"])
+    assert f"pairs, whose quartiles are {quartiles}".replace("%", " %") in PAGE
+    assert measured["steady"]["added_to_plain_ratio"] < 0.01
     seconds = [measured["commands"][f"{name}_cpu_seconds"] for name in ("version", "help", "help_of_run")]
     assert "take {:.2f}, {:.2f} and {:.2f} s of a processor".format(*seconds) in PAGE
     doctor = measured["commands"]["doctor_cpu_seconds"] - measured["commands"]["import_torch_cpu_seconds"]
