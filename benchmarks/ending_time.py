@@ -24,7 +24,8 @@ from typing import Any
 from memwall.checkpoint.files import read_summary
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "ending_time.json"
-_NUM_STEPS_BEFORE = 4
+_NUM_STEPS_ALONE, _NUM_STEPS_BESIDE = 2, 2
+"""Steps before others begin to work, and those beside them before the signal."""
 _SCRIPT = """
 import torch
 from torch import nn
@@ -42,45 +43,52 @@ for step in memwall.steps(100_000):
 """
 
 
-def ended(folder: Path, draw: random.Random) -> dict[str, Any]:
-    """Returns how long one run was there after SIGTERM, and which of its steps are committed."""
+def ended(folder: Path, draw: random.Random, num_beside: int) -> dict[str, Any]:
+    """Returns how long one run was there after SIGTERM, and how many of its steps were not committed."""
     (folder / "train.py").write_text(_SCRIPT)
     command = [sys.executable, "-m", "memwall", "run", "--budget", "8GiB", "--checkpoint", "kept", "train.py"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert run.stdout is not None
-    times = []
-    while len(times) < _NUM_STEPS_BEFORE and run.stdout.readline():
-        times.append(time.monotonic())
-    if len(times) < _NUM_STEPS_BEFORE:
-        raise SystemExit(f"the run ended early: {run.communicate()[1]}")
-    step_seconds = times[-1] - times[-2]
-    time.sleep(draw.uniform(0, step_seconds))
-    told = time.monotonic()
-    run.send_signal(signal.SIGTERM)
-    printed, said = run.communicate()
-    seconds = time.monotonic() - told
-    if run.returncode != 128 + signal.SIGTERM:
-        raise SystemExit(f"the run ended with status {run.returncode}: {said}")
-    num_lost = _NUM_STEPS_BEFORE + printed.count("step\n") - read_summary(folder / "kept").step
-    return {"seconds": seconds, "step_seconds": step_seconds, "num_steps_lost": num_lost}
-
-
-def arm(num_runs: int, num_beside: int) -> dict[str, Any]:
-    """Returns what came of so many runs beside so many busy processes."""
+    _steps(run, _NUM_STEPS_ALONE)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_beside)]
-    found = []
     try:
-        for number in range(num_runs):
-            with tempfile.TemporaryDirectory() as folder:
-                found.append(ended(Path(folder), random.Random(number)))
-                print(num_beside, found[-1], flush=True)
+        step_seconds = _steps(run, _NUM_STEPS_BESIDE)
+        time.sleep(draw.uniform(0, step_seconds))
+        told = time.monotonic()
+        run.send_signal(signal.SIGTERM)
+        printed, said = run.communicate()
+        seconds = time.monotonic() - told
     finally:
         for each in busy:
             each.kill()
             each.wait()
+    if run.returncode != 128 + signal.SIGTERM:
+        raise SystemExit(f"the run ended with status {run.returncode}: {said}")
+    num_steps = _NUM_STEPS_ALONE + _NUM_STEPS_BESIDE + printed.count("step\n")
+    num_lost = num_steps - read_summary(folder / "kept").step
+    return {"seconds": seconds, "step_seconds": step_seconds, "num_steps_lost": num_lost}
+
+
+def _steps(run: "subprocess.Popen[str]", number: int) -> float:
+    """Waits for so many steps of a run; returns the seconds of the last one."""
+    assert run.stdout is not None
+    times = [time.monotonic()]
+    while len(times) <= number:
+        if not run.stdout.readline():
+            raise SystemExit(f"the run ended early: {run.communicate()[1]}")
+        times.append(time.monotonic())
+    return times[-1] - times[-2]
+
+
+def arm(num_runs: int, num_beside: int) -> dict[str, Any]:
+    """Returns what came of so many runs beside so many busy processes."""
+    found = []
+    for number in range(num_runs):
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(ended(Path(folder), random.Random(number), num_beside))
+            print(num_beside, found[-1], flush=True)
     seconds = [one["seconds"] for one in found]
     return {
         "num_beside": num_beside,
@@ -94,7 +102,7 @@ def arm(num_runs: int, num_beside: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--beside", type=int, default=16)
     args = parser.parse_args()
     arms = {"alone": arm(args.runs, 0), "beside_others": arm(args.runs, args.beside)}
