@@ -1,6 +1,7 @@
-"""Bytes of a rank, foreseen and metered: DDP and FSDP2 by each way to reshard, plain, recomputed and offloaded.
+"""Bytes of a rank, foreseen and metered: DDP, FSDP2 by each way to reshard, and ZeRO; plain, recomputed and offloaded.
 
-    python benchmarks/ranks_bytes.py                 # two and four gloo processes on a CPU; two minutes
+    python benchmarks/ranks_bytes.py                 # two and four gloo processes on a CPU; five minutes
+    python benchmarks/ranks_bytes.py --only zero     # the part by DeepSpeed, which `make test-deepspeed` installs
 
 The forecast is that of `memwall plan --ranks`, made from the step of one process; the measure is the most bytes that
 tensors hold at once in a step of a rank, looked at after each operation, on the rank that holds most. Every block is
@@ -8,6 +9,7 @@ recomputed, or all its saved tensors of a size leave. Writes results/cpu/ranks_b
 docs/ranks.md.
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -27,6 +29,7 @@ from memwall.predict.curve import live_peak_bytes
 from memwall.predict.sharding.ddp import Ddp
 from memwall.predict.sharding.fsdp2 import Fsdp2
 from memwall.predict.sharding.units import find_units
+from memwall.predict.sharding.zero import DeepSpeedZero
 from memwall.predict.treatment import StepModel
 from memwall.trace.steps import steady_step
 from memwall.trace.trace_builder import record
@@ -46,19 +49,24 @@ KINDS: dict[int, dict[str, AnySharding]] = {
     2: {"ddp": Ddp(), "ddp-views": Ddp(are_views=True), "fsdp2": Fsdp2(), "fsdp2-kept": Fsdp2(reshard="no")},
     4: {"fsdp2-node": Fsdp2(reshard="node")},
 }
+ZERO: dict[str, AnySharding] = {f"zero{stage}": DeepSpeedZero(stage=stage) for stage in (1, 2, 3)}  # type: ignore[arg-type]
+ZERO_RANKS = 2
+REFUSED = "zero3, offload"
+"""Under ZeRO-3 weights come and go in what autograd saved: memwall moves none of it."""
+DEEPSPEED = ROOT / ".venv" / "deepspeed"
 
 
 def made_batch() -> torch.Tensor:
     return torch.randint(0, 2048, (8, 128), generator=torch.Generator().manual_seed(0))
 
 
-def foreseen(num_ranks: int, folder: Path) -> dict[str, int]:
+def foreseen(num_ranks: int, kinds: dict[str, AnySharding], folder: Path) -> dict[str, int]:
     """Returns the peak of each cell, and leaves a plan for each kind."""
     trace = record(dataclasses.replace(workload(), batch=made_batch))
     step, network = steady_step(trace), network_for(num_ranks, 2)
     units = find_units(trace, step)
     found = {}
-    for name, kind in KINDS[num_ranks].items():
+    for name, kind in kinds.items():
         paths = tuple(unit.path for unit in units if not unit.is_root)
         ranked_plan(kind, network, units=paths).save(folder / name)
         of_rank = kind.cost(trace, step, units, network).step
@@ -78,14 +86,37 @@ def measured(num_ranks: int, folder: Path) -> list[dict[str, int]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
+def measured_zero(folder: Path) -> list[dict[str, int]]:
+    """Returns what each rank found under DeepSpeed: a run for each cell, since an engine leaves buffers behind."""
+    python = DEEPSPEED / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(f"there is no {python}: make test-deepspeed installs DeepSpeed")
+    own = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(DEEPSPEED / "extensions"), "OMP_NUM_THREADS": "1"}
+    own["PATH"] = f"{python.parent}:{os.environ['PATH']}"
+    launch = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ZERO_RANKS)]
+    child = str(Path(__file__).with_name("ranks_bytes_zero_child.py"))
+    ranks: list[dict[str, int]] = [{} for _ in range(ZERO_RANKS)]
+    for name in ZERO:
+        for form in FORMS:
+            if f"{name}, {form}" == REFUSED:
+                continue
+            subprocess.run([*launch, child, str(folder), name, form], check=True, timeout=180, env=os.environ | own)
+            for rank, found in enumerate(ranks):
+                found |= json.loads((folder / f"{rank}.json").read_text())
+    return ranks
+
+
 def table(cells: dict[str, Any]) -> str:
     """Returns the rows of docs/ranks.md."""
     lines = ["| by | ranks | " + " | ".join(FORMS) + " |", "| --- | --- | " + " | ".join("---" for _ in FORMS) + " |"]
-    for num_ranks, kinds in KINDS.items():
+    for num_ranks, kinds in (*KINDS.items(), (ZERO_RANKS, ZERO)):
         for name, kind in kinds.items():
             row = []
             for form in FORMS:
-                cell = cells[f"{name}, {form}"]
+                cell = cells.get(f"{name}, {form}")
+                if cell is None:
+                    row.append("refused" if f"{name}, {form}" == REFUSED else "-")
+                    continue
                 error = 100 * (cell["predicted_bytes"] / cell["measured_bytes"] - 1)
                 row.append(f"{cell['measured_bytes'] / MIB:.1f} MiB, {error:+.1f} %")
             lines.append(f"| {kind.words} | {num_ranks} | {' | '.join(row)} |")
@@ -93,15 +124,23 @@ def table(cells: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    cells: dict[str, Any] = {}
-    for num_ranks in KINDS:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["torch", "zero"])
+    only = parser.parse_args().only
+    cells: dict[str, Any] = json.loads(RESULTS.read_text())["cells"] if RESULTS.exists() else {}
+    parts = [] if only == "zero" else [(n, kinds, measured) for n, kinds in KINDS.items()]
+    if only != "torch":
+        parts.append((ZERO_RANKS, ZERO, lambda _, folder: measured_zero(folder)))
+    for num_ranks, kinds, measure in parts:
         with tempfile.TemporaryDirectory() as folder:
-            predicted = foreseen(num_ranks, Path(folder))
-            ranks = measured(num_ranks, Path(folder))
+            predicted = foreseen(num_ranks, kinds, Path(folder))
+            ranks = measure(num_ranks, Path(folder))
         for name, num_bytes in predicted.items():
-            most_bytes = max(of_rank[name] for of_rank in ranks)
-            cells[name] = {"predicted_bytes": num_bytes, "measured_bytes": most_bytes, "num_ranks": num_ranks}
-    about = {"tag": "cpu-measured", "torch": torch.__version__, "commit": commit(), "cells": cells}
+            if name != REFUSED:
+                most_bytes = max(of_rank[name] for of_rank in ranks)
+                sizes = {"predicted_bytes": num_bytes, "measured_bytes": most_bytes}
+                cells[name] = sizes | {"num_ranks": num_ranks, "commit": commit()}
+    about = {"tag": "cpu-measured", "torch": torch.__version__, "cells": cells}
     RESULTS.write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
     before, _, rest = PAGE.read_text().partition("<!-- bytes: begin -->\n")
     _, _, after = rest.partition("<!-- bytes: end -->")
