@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from memwall.planning.planfile import Plan
     from memwall.planning.recordings import Recordings
     from memwall.trace.records import Trace
-    from memwall.trace.tags import Route
 
 
 def plan(
@@ -139,6 +138,8 @@ def plan(
     else:
         if disk_tier is not None:
             raise UsageError(f"--disk {disk}: with --device NAME tensors move to host memory only; use --host SIZE")
+        if route == "phantom":
+            _check_for_phantom(allowed)
         if asked is not None and config_path(source) is not None:
             batch = asked.batch_of(global_batch, batch)
         elif batch is None and config_path(source) is not None:
@@ -163,7 +164,7 @@ def plan(
         )
     if host_bytes:
         found = with_measured(found, allowed)
-    _check_recordable(source, allowed, None if asked is not None else found.recordings, route)
+    _check_recordable(source, allowed, None if asked is not None else found.recordings)
     trace = found.trace
     from msgspec.structs import replace
     from rich.console import Group
@@ -236,9 +237,19 @@ def plan(
     raise typer.Exit(forecast_status(made.forecast))
 
 
-def _check_recordable(
-    source: str, allow: tuple[str, ...], recordings: "Recordings | None", route: "Route" = "translate"
-) -> None:
+def _check_for_phantom(allow: tuple[str, ...]) -> None:
+    """Raises UsageError where kernels are asked for: a process of its own makes the layers that they would replace."""
+    from memwall.planning.modes import has_mode
+    from memwall.planning.techniques import kernels
+
+    word = kernels.TECHNIQUE.allow
+    if word in allow and not has_mode(allow):
+        raise UsageError(
+            f"--allow {word}: the step is not recorded with {word} on the phantom device; leave --route phantom out"
+        )
+
+
+def _check_recordable(source: str, allow: tuple[str, ...], recordings: "Recordings | None") -> None:
     """Raises UsageError where a technique is allowed of which a trace file does not show what it does to the step."""
     from memwall.planning.modes import has_mode
     from memwall.planning.technique import techniques
@@ -247,10 +258,6 @@ def _check_recordable(
         word = technique.allow
         is_offered = recordings is not None and word in recordings.offered
         if technique.is_seen_recorded and word in allow and not is_offered and not has_mode(allow):
-            if route == "phantom":
-                raise UsageError(
-                    f"--allow {word}: the step is not recorded with {word} on the phantom device; leave --route out"
-                )
             raise UsageError(
                 f"--allow {word}: {source} is a trace, and what {word} do to a step is seen by recording it with them; "
                 f"plan from the package.module:factory or the config.json, or give --allow {word} to `memwall run`"

@@ -91,6 +91,12 @@ def test_a_plan_from_a_trace_has_its_route_already(tmp_path: Path, capsys: pytes
     assert "--route: only together with --device NAME" in capsys.readouterr().err
 
 
+def test_kernels_are_refused_before_anything_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", SPEC, "--device", "h100-80gb", "--route", "phantom", "--budget", "4GiB", "--allow", "kernels"]
+    assert main(command) == 2
+    assert "--allow kernels: the step is not recorded with kernels on the phantom device" in capsys.readouterr().err
+
+
 def test_a_workload_of_this_process_cannot_be_made_in_another() -> None:
     workload = Workload(
         model=lambda: torch.nn.Linear(2, 2),

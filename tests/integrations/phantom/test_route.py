@@ -9,7 +9,6 @@ import pytest
 import route_specs
 import torch
 
-from memwall.cli.app import main
 from memwall.errors import TraceError
 from memwall.integrations.phantom.recording import record_on_phantom
 from memwall.integrations.spec_trace import device_run_of_spec
@@ -139,12 +138,6 @@ def test_a_plan_of_the_phantoms_route_is_applied_there_and_holds(tmp_path: Path)
     found = json.loads(report.read_text())
     assert found["within_budget"]
     assert found["measured"]["peak"]["allocated_bytes"] == pytest.approx(forecast.peak.allocated_bytes, rel=0.02)
-
-
-def test_kernels_are_not_recorded_there(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", f"{SPECS}:looking_up", "--device", "h100-80gb", "--route", "phantom", "--budget", "4GiB"]
-    assert main([*command, "--allow", "kernels"]) == 2
-    assert "--allow kernels: the step is not recorded with kernels on the phantom device" in capsys.readouterr().err
 
 
 def test_a_process_records_as_often_as_it_is_asked() -> None:
