@@ -58,6 +58,22 @@ def gpt() -> Workload:
     )
 
 
+def recurrent() -> Workload:
+    """Draws a seed for dropout, and copies weights for each call, in the autocast of the device that it is on."""
+
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        with torch.autocast(model.weight_ih_l0.device.type, torch.bfloat16):
+            out: Tensor = model(batch)[0].float().sum()
+        return out
+
+    return Workload(
+        model=lambda: nn.LSTM(256, 512, num_layers=2, dropout=0.1),
+        batch=lambda: torch.zeros(128, 32, 256),
+        loss=loss,
+        optimizer=torch.optim.AdamW,
+    )
+
+
 def selecting() -> Workload:
     """Trains on the rows that a mask selects: how many there are, values say."""
     return Workload(

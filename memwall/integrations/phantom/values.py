@@ -42,9 +42,17 @@ class PhantomValues(KnownValues):
             raise DynamicOutputShapeException(func)
         return func(*args, **kwargs)
 
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[Tensor]) -> None:
+        try:
+            super()._follow(func, args, kwargs, out, written)
+        except (KeyError, RuntimeError):  # an argument has another storage now, or only the device has the operator
+            self.forget(written)
+
     def _value(self, tensor: Any) -> Any:
         if isinstance(tensor, torch.device):
             return torch.device("cpu")
+        if isinstance(tensor, torch.Generator):  # the device's: any number will do
+            return None
         return super()._value(tensor)
 
     def _empty(self, real: Tensor) -> Tensor:

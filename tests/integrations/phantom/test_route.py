@@ -15,6 +15,7 @@ from memwall.integrations.spec_trace import device_run_of_spec
 from memwall.machine.hardware import hardware_named
 from memwall.planning.estimate import Estimate, estimate
 from memwall.planning.planfile import Plan
+from memwall.torch_internals.trees import tree_map
 from memwall.trace.tags import Route
 from memwall.trace.workload import Workload
 
@@ -49,7 +50,7 @@ def counted(workload: Workload) -> list[tuple[int, int]]:
     """Returns what torch's allocator counts as allocated and reserved in each of three steps."""
     model = workload.make_model().cuda()
     optimizer = workload.make_optimizer(model)
-    batch = tuple(tensor.cuda() for tensor in workload.make_batch())
+    batch = tree_map(torch.Tensor.cuda, workload.make_batch())
     peaks = []
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
@@ -72,6 +73,15 @@ def test_convolutions_are_foreseen_with_cudnns_own_workspaces() -> None:
     assert translated.route == "translate"
     assert any("cuDNN's convolutions" in line for line in translated.not_modelled)
     assert (translated.peak.reserved_bytes or 0) < 0.95 * (found.peak.reserved_bytes or 0)
+
+
+def test_recurrent_layers_are_foreseen_under_autocast() -> None:
+    found = foreseen("recurrent", "phantom")
+    first, *steady = counted(route_specs.recurrent())
+    assert found.phases["first_step"].allocated_bytes == pytest.approx(first[0], rel=0.01)
+    assert found.phases["steady_step"].allocated_bytes == pytest.approx(max(steady)[0], rel=0.01)
+    assert found.workload is not None
+    assert found.workload.autocast == "bfloat16"
 
 
 @pytest.mark.requires("transformers")
