@@ -84,6 +84,17 @@ def selecting() -> Workload:
     )
 
 
+def on_its_device() -> Workload:
+    """Asks for a device as scripts do, which on the phantom there is."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Workload(
+        model=lambda: nn.Linear(8, 8).to(device),
+        batch=lambda: torch.zeros(4, 8, device=device),
+        loss=lambda model, batch: model(batch.to(device)).sum() + torch.arange(4, device=device).sum(),
+        optimizer=torch.optim.AdamW,
+    )
+
+
 def looking_up() -> Workload:
     """Trains on rows by their numbers, of which there are as many as there are numbers."""
     return Workload(

@@ -123,6 +123,7 @@ def fake_run(
     mask_share: float | None = None,
     workspaces: Workspaces | None = None,
     choices: AbstractContextManager[object] | None = None,
+    values_kind: type[KnownValues] = KnownValues,
 ) -> Iterator[FakeRun]:
     """Runs a workload on fake tensors: within, nothing that torch makes has bytes.
 
@@ -134,6 +135,7 @@ def fake_run(
             on weights, as a mixture of experts does; None makes that an error.
         workspaces: what operators allocate for themselves on the target.
         choices: what the step is run in, as by a target whose functions choose otherwise.
+        values_kind: what follows values, where tensors may be asked for on other devices than the CPU.
 
     Raises:
         UsageError: `mask_share` is no share.
@@ -148,7 +150,7 @@ def fake_run(
         contexts.enter_context(quiet_fake_tensors())
         # Without fallback: it would run kernels for real, on as many zeros as the tensors pretend to have.
         fake_mode = contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False))
-        values = contexts.enter_context(KnownValues(place.now, mask_share))
+        values = contexts.enter_context(values_kind(place.now, mask_share))
         contexts.enter_context(_copied_as_fake())
         contexts.enter_context(_converted_in_place())
         with without_truncated_sampling():

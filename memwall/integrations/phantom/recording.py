@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.errors import MemwallError
-from memwall.integrations.phantom.values import PhantomValues
+from memwall.integrations.phantom.values import DeviceValues, PhantomValues
 from memwall.machine.hardware import Hardware
 from memwall.patches import Patches
 from memwall.predict.cuda.live_cuda import as_plain
@@ -48,7 +48,7 @@ def record_on_phantom(
     Raises:
         TraceError: the workload does not run a whole training step, or hangs on values that are not known.
     """
-    with fake_run(workload, [workload.make_batch, eval_batch]) as run:
+    with fake_run(workload, [workload.make_batch, eval_batch], values_kind=DeviceValues) as run:
         fakes, model = run.batches, run.model
         followed = [*model.buffers(), *(leaf for leaf in tree_flatten(fakes)[0] if isinstance(leaf, Tensor))]
         known = {id(fake): run.values.value_of(fake) for fake in followed}

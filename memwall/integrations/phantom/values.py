@@ -14,7 +14,21 @@ _INDEX = torch.ops.aten.index.Tensor
 _MASKS = (torch.bool, torch.uint8)
 
 
-class PhantomValues(KnownValues):
+class DeviceValues(KnownValues):
+    """Lets a workload ask for tensors on the device; what is known of them is computed on this CPU."""
+
+    def _check_device(self, device: torch.device | None) -> None:
+        pass
+
+    def _value(self, tensor: Any) -> Any:
+        if isinstance(tensor, torch.device):
+            return torch.device("cpu")
+        if isinstance(tensor, torch.Generator):  # the device's: any number will do
+            return None
+        return super()._value(tensor)
+
+
+class PhantomValues(DeviceValues):
     """Lies between the recorder and the device, which computes nothing."""
 
     def __torch_dispatch__(
@@ -33,9 +47,6 @@ class PhantomValues(KnownValues):
     def _is_followed(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and tensor.is_cuda
 
-    def _check_device(self, device: torch.device | None) -> None:
-        pass
-
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         is_lookup = func is _INDEX and not any(each is not None and each.dtype in _MASKS for each in args[1])
         if torch.Tag.dynamic_output_shape in func.tags and not is_lookup:
@@ -47,13 +58,6 @@ class PhantomValues(KnownValues):
             super()._follow(func, args, kwargs, out, written)
         except (KeyError, RuntimeError):  # an argument has another storage now, or only the device has the operator
             self.forget(written)
-
-    def _value(self, tensor: Any) -> Any:
-        if isinstance(tensor, torch.device):
-            return torch.device("cpu")
-        if isinstance(tensor, torch.Generator):  # the device's: any number will do
-            return None
-        return super()._value(tensor)
 
     def _empty(self, real: Tensor) -> Tensor:
         return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cuda")
