@@ -21,10 +21,12 @@ from memwall.patches import Patches, note_permanent
 _log = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 8.0
-_LAST_SECONDS = 1.0
+_LAST_SECONDS = 0.5
 """Time that is left after that to an operation that does not end."""
-_MOST_SECONDS = 9.3
-"""Time from SIGTERM to the end of the process."""
+_MOST_SECONDS = 8.7
+"""Time from SIGTERM until the process is ended: beside other work the system may take a second more to take it down."""
+_SPARED_SECONDS, _LEAST_SECONDS = 1.0, 0.3
+"""Time by which that is less once the last step is committed, and what there is then in any case."""
 _DEFAULTS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 
 _present: "Ending | None" = None
@@ -38,6 +40,8 @@ class Ending:
         self._asked_by: int | None = None
         self._pipe: tuple[int, int] | None = None
         self._has_ended = threading.Event()
+        self._told_at = 0.0
+        """When SIGTERM came."""
         self._deadline: Deadline | None = None
 
     @property
@@ -89,10 +93,16 @@ class Ending:
         """Ends the run in the way of the signal."""
         assert self._asked_by is not None
         self._has_ended.set()
+        if self._asked_by == signal.SIGTERM:  # of which the thread may not know yet
+            if self._deadline is not None:
+                self._deadline.lift()
+            left = self._told_at + _MOST_SECONDS - _SPARED_SECONDS - time.monotonic()
+            self._deadline = Deadline(max(_LEAST_SECONDS, left), 128 + signal.SIGTERM)
         raise KeyboardInterrupt if self._asked_by == signal.SIGINT else SystemExit(128 + self._asked_by)
 
     def _hear(self, number: int, _: Any) -> None:
         name, is_first, self._asked_by = signal.Signals(number).name, not self.is_asked, number
+        self._told_at = self._told_at or time.monotonic()
         more_seconds = max(0.0, self._begin + self._step_seconds - time.monotonic()) + self._commit_seconds
         if is_first and more_seconds <= _PATIENCE_SECONDS:
             _log.warning("%s: the run ends when the step that runs is committed; the next one ends it at once", name)
@@ -111,6 +121,7 @@ class Ending:
             if signal.getsignal(number) != self._hear:
                 continue
             if number == signal.SIGTERM and self._deadline is None:
+                self._told_at = self._told_at or time.monotonic()
                 self._deadline = Deadline(_MOST_SECONDS, 128 + number)
             if self._has_ended.wait(_PATIENCE_SECONDS):
                 continue

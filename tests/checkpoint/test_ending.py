@@ -50,7 +50,7 @@ def started(
     *options: str,
     step_seconds: float = 0.0,
     patience_seconds: float = 8.0,
-    most_seconds: float = 9.3,
+    most_seconds: float = 8.7,
 ) -> Program:
     script = folder / "train.py"
     script.write_text(SCRIPT)
