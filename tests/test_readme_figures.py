@@ -110,6 +110,15 @@ def test_what_a_start_costs_is_what_was_measured() -> None:
     assert f"`memwall doctor` {doctor:.2f} s more than `import torch`" in PAGE
 
 
+def test_how_soon_a_run_is_gone_after_sigterm_is_what_was_measured() -> None:
+    measured = result("ending_time")
+    alone, beside = measured["alone"], measured["beside_others"]
+    assert f"gone after {alone['most_seconds']:.1f} s at most, and after {beside['most_seconds']:.1f} s beside" in PAGE
+    assert f"beside {beside['num_beside']} busy processes" in PAGE
+    assert alone["num_steps_lost"] == beside["num_steps_lost"] == 0
+    assert beside["most_seconds"] < 10
+
+
 def test_the_table_of_knobs_is_the_measured_one(knobs: dict[str, Any]) -> None:
     for workload in knobs["workloads"]:
         peaks = f"{workload['keep_all_bytes'] / 2**20:,.0f}, {workload['floor_bytes'] / 2**20:,.0f} MiB"
