@@ -11,7 +11,7 @@ from memwall.observe.run_report import RunReport
 from memwall.planning.explain import actions_text, writes_text
 from memwall.planning.forecast import Forecast
 from memwall.planning.planfile import Plan
-from memwall.report.estimate_grids import workload_row
+from memwall.report.estimate_grids import route_row, workload_row
 from memwall.report.grid import ratio_text
 from memwall.report.run_grids import time_findings
 from memwall.report.text import (
@@ -53,6 +53,7 @@ def estimate_summary(estimate: "Estimate", searched: str = "") -> Group:
         ("made of", ", ".join(f"{share.name.replace('_', ' ')} {format_bytes(share.num_bytes)}" for share in named)),
         ("besides", f"{_besides(estimate)}; {_up(peak.host_bytes or 0)} of host memory"),
         *_allocator(estimate),
+        *route_row(estimate),
     ]
     if estimate.step_seconds is not None:
         lines.append(("step", f"at least {format_seconds(estimate.step_seconds)} at data-sheet peaks"))
@@ -78,7 +79,7 @@ def forecast_summary(plan: Plan, file: Path | None) -> Group:
     return printable(
         (
             shown_verdict(plan_verdict(plan)),
-            facts((*workload_row(forecast.workload), *_plan_lines(plan), *_allocator(forecast))),
+            facts((*workload_row(forecast.workload), *_plan_lines(plan), *_allocator(forecast), *route_row(forecast))),
             *relaxations_of(forecast),
             _small_print(forecast, page),
         )
