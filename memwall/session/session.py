@@ -176,6 +176,7 @@ class Session:
         self._borders.attach(model, optimizers_of(optimizers))
         if is_stepped_by_hand:
             self._borders.is_changed_by_hand = self._live.is_changed_by_hand
+            self._borders.num_optimizer_steps = None
 
     def train_also(self, model: nn.Module) -> None:
         """Says that the loop trains more, or other, models from the next step on, which is recorded anew.

@@ -82,6 +82,8 @@ class StepBorders:
         self._is_left_out = False
         """Whether loss scaling has left out an optimizer's step since the present step began."""
         self.is_transformed = False
+        self.num_optimizer_steps: int | None = 0
+        """Those of the model's optimizers so far; None where there seems to be none."""
         self.in_first_forward = False
         """Tells whether the model's forward is about to be called, from within the hook before it."""
         self.in_optimizer = False
@@ -188,6 +190,8 @@ class StepBorders:
                     "such steps smaller; use loss.backward() to have them planned"
                 )
             return
+        if self.is_transformed and not self.in_step and torch.is_grad_enabled() and _is_lent(model):
+            return  # the outer loss of such a step, through gradients that no hook has seen
         is_another = torch.is_grad_enabled() and self.begins_step(model)
         self._end_by_hand()
         if not torch.is_grad_enabled():
@@ -275,6 +279,7 @@ class StepBorders:
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.in_optimizer = False
+        self.num_optimizer_steps = (self.num_optimizer_steps or 0) + 1
         if optimizer not in self.stepped:
             self.stepped.append(optimizer)
         if self.in_step or self.goes_on:
@@ -282,6 +287,11 @@ class StepBorders:
             is_first, self._has_stepped, self._forwards_by_hand = not self._has_stepped, True, 0
             self.in_step, self.goes_on, self.phase = not self._turns.are_over, True, "between steps"
             self._listener.optimizer_stepped(is_first=is_first)
+
+
+def _is_lent(model: nn.Module) -> bool:
+    """Tells whether `functional_call` calls a model with what was computed in place of its own parameters."""
+    return any(not isinstance(parameter, nn.Parameter) for parameter in model.parameters())
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,9 +40,14 @@ class UnseenSteps:
         self._given: weakref.ref[Tensor] | None = None
         """A parameter as the transform has made it for itself: it is gone when that has returned its gradients."""
         self._base_bytes = self._num_steps = 0
+        self._num_optimizer_steps: int | None = None
 
-    def forward_begins(self, model: nn.Module) -> None:
+    def forward_begins(self, model: nn.Module, num_optimizer_steps: int | None = None) -> None:
         """Judges the step before, if there was one and it is over.
+
+        Args:
+            num_optimizer_steps: those so far, each of which ends a step, whose gradients may hold many inner ones; None
+                where there is no optimizer, and a step is over with its gradients.
 
         Raises:
             InfeasibleError: it has passed the budget.
@@ -55,12 +60,17 @@ class UnseenSteps:
             return  # the gradients are those of something else
         if self._given is None:
             self._base_bytes = process_bytes()
-        elif self._given() is not None:
+        elif not self._is_over(num_optimizer_steps):
             return  # a further forward of the same step
         elif self._num_steps < _NUM_LOOKED_AT:
             self._num_steps += 1
             self._judge(sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()))
-        self._given = weakref.ref(given)
+        self._given, self._num_optimizer_steps = weakref.ref(given), num_optimizer_steps
+
+    def _is_over(self, num_optimizer_steps: int | None) -> bool:
+        if num_optimizer_steps is None:
+            return self._given is not None and self._given() is None
+        return num_optimizer_steps != self._num_optimizer_steps
 
     def _hold_heap(self) -> None:
         """Has free pages go back to the system, which malloc keeps: with them a run grows for several steps."""

@@ -2,6 +2,7 @@
 large, with a budget that has room for the next ones."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 from memwall.apply.memory.allocator import AllocatorHandler
+from memwall.cli.app import main
 from memwall.errors import InfeasibleError
 from memwall.session.measurements import Measurements
 from memwall.session.unseen_steps import UnseenSteps
@@ -37,12 +39,17 @@ class Untouched(AllocatorHandler):
 class Run:
     """Trains a network by torch.func, each of whose steps holds what it is told."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, *, is_ended_by_optimizer: bool = False) -> None:
+        self.num_optimizer_steps = 0
         self.held, self.model = Held(), nn.Linear(1024, 1024)
         measured = Measurements(meter=self.held)  # type: ignore[arg-type]
         self.unseen = UnseenSteps(measured, lambda: budget_bytes, Untouched())
-        self.model.register_forward_pre_hook(lambda model, _: self.unseen.forward_begins(model))
+        self.model.register_forward_pre_hook(self._before_forward)
+        self._is_ended_by_optimizer = is_ended_by_optimizer
         self.weights = {name: value.detach() for name, value in self.model.named_parameters()}
+
+    def _before_forward(self, model: nn.Module, _: object) -> None:
+        self.unseen.forward_begins(model, self.num_optimizer_steps if self._is_ended_by_optimizer else None)
 
     def step(self, peak_bytes: int, *, num_forwards: int = 1) -> None:
         def loss_of(weights: dict[str, Tensor]) -> Tensor:
@@ -88,3 +95,52 @@ def test_what_is_no_transform_is_not_judged() -> None:
         run.model(torch.ones(1, 1024)).sum().backward()
     with torch.no_grad():
         functional_call(run.model, run.weights, torch.ones(1, 1024))
+
+
+def test_a_step_that_an_optimizer_ends_is_judged_as_a_whole() -> None:
+    """GIVEN a step of several inner gradients WHEN the first of them passes the budget THEN its end is awaited."""
+    run = Run(budget_bytes=100 * MIB, is_ended_by_optimizer=True)
+    run.step(200 * MIB)
+    run.step(4096 * MIB)
+    run.num_optimizer_steps += 1
+    with pytest.raises(InfeasibleError) as refused:
+        run.step(0)
+    assert refused.value.smallest_feasible_bytes >= 4096 * MIB
+
+
+META = """
+import torch
+from torch.func import functional_call, grad
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(model.parameters())
+def loss_of(params):
+    return functional_call(model, params, (torch.ones(3, 4),)).sum().square()
+for step in range(3):
+    params = dict(model.named_parameters())
+    for _ in range(2):
+        gradients = grad(loss_of)(params)
+        params = {name: value - 0.1 * gradients[name] for name, value in params.items()}
+    optimizer.zero_grad()
+    loss_of(params).backward()
+    optimizer.step()
+    open("steps.txt", "a").write(f"{step} ")
+"""
+
+
+@pytest.mark.parametrize(("budget", "status", "steps"), [("8GiB", 0, "0 1 2 "), ("32MiB", 3, "0 ")])
+def test_a_script_that_calls_its_model_by_torch_func_is_told_so_and_refused_after_one_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    budget: str,
+    status: int,
+    steps: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("meta.py").write_text(META)
+    assert main(["run", "--budget", budget, "meta.py"]) == status
+    assert Path("steps.txt").read_text() == steps
+    said = caplog.text + capsys.readouterr().err
+    assert said.count("no plan makes such steps smaller; use loss.backward()") == 1
+    assert ("the smallest feasible one is" in said) == (status == 3)

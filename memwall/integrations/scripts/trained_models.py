@@ -11,6 +11,7 @@ from msgspec import Struct
 from torch import nn
 
 from memwall.checkpoint.discovery import objects_of
+from memwall.torch_internals.autograd import execution_is_transformed
 from memwall.trace.together import TrainedTogether
 
 
@@ -49,6 +50,7 @@ def trained_with(
         optimizers, modules = _alive(foreign, without_garbage=True)
         trained = _parameters_of(optimizers)
     is_trained = not trained or any(id(parameter) in trained for parameter in called.parameters())
+    is_trained = is_trained or _is_trained_by_transform(called, optimizers, modules)
     found += _others(modules, found, [number for number in trained if number not in held])
     return TrainedModels(models=tuple(found), is_trained=is_trained, has_optimizer=bool(trained))
 
@@ -71,6 +73,21 @@ def _parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, Non
     """Returns ids of what they train, in their order."""
     groups = (group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ()))
     return {id(parameter): None for group in groups for parameter in group["params"]}
+
+
+def _is_trained_by_transform(
+    called: nn.Module, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[nn.Module]
+) -> bool:
+    """Tells whether torch.func calls a model with other tensors in place of the parameters that an optimizer trains.
+
+    No module holds those meanwhile: they are known by their shapes.
+    """
+    if not execution_is_transformed():
+        return False
+    held = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+    groups = (group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ()))
+    left = {parameter.shape for group in groups for parameter in group["params"] if id(parameter) not in held}
+    return all(parameter.shape in left for parameter in called.parameters() if parameter.requires_grad)
 
 
 def _others(modules: Iterable[nn.Module], found: Iterable[nn.Module], trained: Sequence[int]) -> list[nn.Module]:
