@@ -192,7 +192,7 @@ def main() -> None:
     """Measures the parts that are asked for, and writes them beside the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200, help="with, and as many without, what a plan has hooked")
+    parser.add_argument("--steps", type=int, default=800, help="with, and as many without, what a plan has hooked")
     parts = (*_MODELS, "steady", "commands")
     parser.add_argument("parts", nargs="*", choices=[*parts, []], help="by default all of them")
     args = parser.parse_args()
