@@ -92,6 +92,20 @@ def test_a_teacher_that_no_optimizer_holds_is_not_trained(found_with: Found) -> 
     del optimizer
 
 
+def test_a_frozen_network_that_a_transform_calls_is_not_trained(found_with: Found) -> None:
+    """GIVEN an optimizer of tensors that no module holds WHEN torch.func calls a frozen network THEN it is no model."""
+    optimizer = torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1)
+    frozen, found = nn.Linear(4, 4).requires_grad_(False), []
+
+    def called(batch: torch.Tensor) -> torch.Tensor:
+        found.append(found_with(frozen))
+        return frozen(batch)
+
+    torch.func.vmap(called)(torch.ones(2, 4))
+    assert [each.is_trained for each in found] == [False]
+    assert optimizer.param_groups
+
+
 def test_a_class_around_the_whole_loop_is_no_model(found_with: Found) -> None:
     class Loop(nn.Module):
         def __init__(self) -> None:

@@ -87,7 +87,8 @@ def _is_trained_by_transform(
     held = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     groups = (group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ()))
     left = {parameter.shape for group in groups for parameter in group["params"] if id(parameter) not in held}
-    return all(parameter.shape in left for parameter in called.parameters() if parameter.requires_grad)
+    shapes = [parameter.shape for parameter in called.parameters() if parameter.requires_grad]
+    return bool(shapes) and left.issuperset(shapes)
 
 
 def _others(modules: Iterable[nn.Module], found: Iterable[nn.Module], trained: Sequence[int]) -> list[nn.Module]:
