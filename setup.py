@@ -1,9 +1,12 @@
 """The C libraries in the two folders named `native`; everything else about the distribution is in pyproject.toml."""
 
 import sys
+import sysconfig
 
 from setuptools import Extension, setup
 
+# One build for all is what a Python without the global lock does not have (setuptools refuses it there).
+IS_ONE_FOR_ALL = not sysconfig.get_config_var("Py_GIL_DISABLED")
 # Plain C without Python's headers, loaded by ctypes, so that one build serves every Python. Where no compiler is found
 # the installation goes on without it, and memwall has malloc return each large tensor, at the price of page faults,
 # zlib compute checksums, and no tables of rows.
@@ -14,14 +17,14 @@ TENSOR_HEAP = Extension(
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     libraries=["dl", "pthread"],
     optional=True,
-    py_limited_api=True,
+    py_limited_api=IS_ONE_FOR_ALL,
 )
 CRC32 = Extension(
     "memwall.native.crc32",
     sources=["memwall/native/crc32.c"],
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     optional=True,
-    py_limited_api=True,
+    py_limited_api=IS_ONE_FOR_ALL,
 )
 PAGES = Extension(
     "memwall.rows.native.pages",
@@ -29,17 +32,17 @@ PAGES = Extension(
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     libraries=["pthread"],
     optional=True,
-    py_limited_api=True,
+    py_limited_api=IS_ONE_FOR_ALL,
 )
 ROWS = Extension(
     "memwall.rows.native.rows",
     sources=["memwall/rows/native/rows.c"],
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     optional=True,
-    py_limited_api=True,
+    py_limited_api=IS_ONE_FOR_ALL,
 )
 
 setup(
     ext_modules=[TENSOR_HEAP, CRC32, PAGES, ROWS] if sys.platform == "linux" else [],
-    options={"bdist_wheel": {"py_limited_api": "cp311"}} if sys.platform == "linux" else {},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if sys.platform == "linux" and IS_ONE_FOR_ALL else {},
 )

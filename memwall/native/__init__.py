@@ -6,6 +6,7 @@ goes on with what malloc offers and with zlib, and has no tables of rows.
 
 import ctypes
 from collections.abc import Mapping
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Literal
 
@@ -22,8 +23,10 @@ def load_library(
         folder: where it was built; memwall.native by default.
         signatures: for each function the type of its result, and those of its arguments.
     """
-    path = folder / f"{name}.abi3.so"
-    if not path.exists():
+    # First the one for every Python: what an earlier installation built for one may still lie beside it.
+    suffixes = (".abi3.so", *EXTENSION_SUFFIXES)
+    path = next((path for suffix in suffixes if (path := folder / f"{name}{suffix}").exists()), None)
+    if path is None:
         return None
     library = ctypes.CDLL(str(path))
     for function_name, (result, arguments) in signatures.items():
