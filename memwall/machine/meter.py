@@ -15,6 +15,8 @@ from memwall.machine.device_sharers import others_bytes
 
 _STATUS = "/proc/self/status"
 _STATM = "/proc/self/statm"
+_MOST_ASKED = 8
+"""Times that an answer is given without a read of its own."""
 _MOST_SAID_BYTES = 8192
 _PAGE_BYTES = mmap.PAGESIZE
 _CLEAR_REFS = "/proc/self/clear_refs"
@@ -154,23 +156,27 @@ class HostMeter:
     peak_bytes = staticmethod(process_peak_bytes)
 
     def __init__(self) -> None:
-        self._read_at, self._held = -1, HeldBytes(0, 0)
-        """Keep the page faults of this process until the last read, and what that said."""
+        self._read_at, self._held, self._num_asked = 0, HeldBytes(0, 0), 0
+        """Keep the page faults of this process until the last read, what that said, and how often it was told since."""
 
     def reset_peak(self) -> bool:
         """Begins a new peak."""
-        self._read_at = -1
+        self._read_at = 0
         return reset_process_peak()
 
     def held(self) -> HeldBytes:
         """Returns both from one read of the system's, or from the one before while no page was faulted in since.
 
-        Nothing else makes a process larger. What it has let go of meanwhile counts as standing until the next read.
+        Little else makes a process larger, as huge pages do that the system puts together by itself; for that the
+        system is read again now and then. Where it counts no faults at all (gVisor) it always is. What the process has
+        let go of meanwhile counts as standing until the next read.
         """
         usage = resource.getrusage(resource.RUSAGE_SELF)
         num_faults = usage.ru_minflt + usage.ru_majflt
-        if num_faults == self._read_at:
+        self._num_asked += 1
+        if num_faults and num_faults == self._read_at and self._num_asked < _MOST_ASKED:
             return self._held
+        self._num_asked = 0
         try:
             text = _status()
         except FileNotFoundError:
