@@ -46,7 +46,7 @@ def _fused(step: Step, names: Sequence[str]) -> Step:
         is_temporary = storage.category == "temporary" and storage.birth >= start
         if is_temporary or (number in constants and storage.category == "input"):
             # In its place still, since operations refer to storages by number.
-            return msgspec.structs.replace(storage, birth=0, dropped=0, death=0)
+            return msgspec.structs.replace(storage, nbytes=0, birth=0, dropped=0, death=0)
         if storage.category == "optimizer_state" and storage.nbytes <= _COUNTER_BYTES:
             return msgspec.structs.replace(storage, device="cuda")
         return storage

@@ -29,10 +29,12 @@ FUSABLE: dict[str, Make] = {
 }
 
 
-def traced(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> Trace:
+def traced(
+    make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype = torch.float32, *, width: int = 512
+) -> Trace:
     workload = Workload(
-        model=lambda: torch.nn.Sequential(*(torch.nn.Linear(512, 512, dtype=dtype) for _ in range(6))),
-        batch=lambda: torch.ones(8, 512, dtype=dtype),
+        model=lambda: torch.nn.Sequential(*(torch.nn.Linear(width, width, dtype=dtype) for _ in range(6))),
+        batch=lambda: torch.ones(8, width, dtype=dtype),
         loss=lambda model, batch: model(batch).sum(),
         optimizer=make,
     )
@@ -41,11 +43,12 @@ def traced(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype = to
     return translated(trace, A100)
 
 
+@pytest.mark.parametrize("width", [512, 2048])  # of the wider, no cached segment has room for a temporary
 @pytest.mark.parametrize("name", FUSABLE)
-def test_it_holds_what_a_recording_with_the_fused_kernel_holds(name: str) -> None:
+def test_it_holds_what_a_recording_with_the_fused_kernel_holds(name: str, width: int) -> None:
     """GIVEN foreach kernels THEN the changed step's peaks are those of `fused=True`, and lower than its own."""
     make = FUSABLE[name]
-    foreach, fused = traced(lambda p: make(p, None)), traced(lambda p: make(p, True))
+    foreach, fused = traced(lambda p: make(p, None), width=width), traced(lambda p: make(p, True), width=width)
     assert can_fuse(foreach)
     assert not can_fuse(fused)
     changed = step_peaks(with_fused_optimizer(foreach).steps, PROFILE)
