@@ -82,6 +82,8 @@ class StepModel(CallRules):
         self.blocks = tuple(blocks)
         self._born_bytes: dict[int, int] = {}
         for storage in step.storages:
+            if storage.birth == storage.death:  # it is gone where the operation's results are made
+                continue
             self._born_bytes[storage.birth] = self._born_bytes.get(storage.birth, 0) + storage.nbytes
         self._saves_of: dict[int, list[int]] = {}
         for number, save in enumerate(step.saved):
@@ -137,7 +139,8 @@ class StepModel(CallRules):
         lives = []
         for index in which:
             storage = self.step.storages[index]
-            end: Time = (storage.death, 0)
+            # What its own operation frees is gone after what runs again before that operation, not ahead of it.
+            end: Time = (storage.death, LAST if storage.death == storage.birth else 0)
             saves = self._saves_of.get(index, ())
             if any(s in changes.taken for s in saves):
                 left = [self.step.saved[s].released for s in saves if s not in changes.taken]
@@ -277,7 +280,8 @@ def _reloaded(storage: Storage, index: int, needs: list[_Reload]) -> list[Life]:
             continue
         begin = min(need.prefetch, need.demand)
         if need.moved.num_packed:
-            packed.append(Life(index, _reloaded_bytes(storage, need.moved.link_bytes), begin, need.demand))
+            if begin < need.demand:
+                packed.append(Life(index, _reloaded_bytes(storage, need.moved.link_bytes), begin, need.demand))
             begin = need.demand
         lives.append(Life(index, nbytes, begin, need.end))
     return lives + packed

@@ -175,7 +175,8 @@ def _script(step: Step) -> tuple[list[int], list[tuple[int, int]]]:
         if storage.nbytes <= 0 or storage.death < storage.birth or not is_on_device:
             continue
         if storage.death == storage.birth:  # its operation frees it before it asks for anything else
-            births[storage.birth] += [(index, storage.nbytes), (index, 0)]
+            if 0 <= storage.birth < num_ops:
+                births[storage.birth] += [(index, storage.nbytes), (index, 0)]
             continue
         if storage.death < num_ops:
             deaths[storage.death].append((index, 0))
