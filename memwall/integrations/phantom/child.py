@@ -2,10 +2,15 @@
 
     phantom/run python -m memwall.integrations.phantom.child FOLDER
 
-Reads FOLDER/request.json, and leaves FOLDER/answer.json there, beside the traces.
+Reads FOLDER/request.json, and leaves FOLDER/answer.json there, beside the traces. Its standard input is a pipe that the
+process holds open that asked: once that one is gone, however it ended, so are this one and FOLDER.
 """
 
+import os
+import shutil
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -34,8 +39,18 @@ def _recorded(request: Request, folder: Path) -> Answer:
     return Answer(failure=run.failure)
 
 
+def _end_with_parent(pipe: int, folder: Path) -> None:
+    """Waits until nobody holds the pipe's other end, and ends this process and all that it started."""
+    os.read(pipe, 1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
+    pipe, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # a model's code that asks for input finds none
+    threading.Thread(target=_end_with_parent, args=(pipe, folder), daemon=True).start()
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
     try:
         answer = _recorded(request, folder)

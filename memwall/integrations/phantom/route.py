@@ -68,20 +68,25 @@ def recorded_on_phantom(
 
 
 def _asked(environment: Path, hardware: Hardware, folder: Path) -> Answer:
-    """Runs the process to its end, which comes with this one's, too; what it prints goes to a file."""
+    """Runs the process to its end; what it prints goes to a file.
+
+    It is ended where waiting is interrupted, and ends itself where this one is ended by a signal (`child.py`).
+    """
     settings = {"ENV": str(environment), "CARD": hardware.name, "MEMORY_BYTES": str(_MEMORY_BYTES), "CUDNN": "real"}
     own = {
         name: value for name, value in os.environ.items() if not name.startswith("PHANTOM_") and name != "LD_PRELOAD"
     }
-    with (folder / "output").open("wb") as output:
-        process = subprocess.Popen(
+    with (
+        (folder / "output").open("wb") as output,
+        subprocess.Popen(
             [str(phantom_runner(environment)), "python", "-m", "memwall.integrations.phantom.child", str(folder)],
             env=own | {f"PHANTOM_{name}": value for name, value in settings.items()},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # never written to: it ends with this process
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-        )
+        ) as process,
+    ):
         try:
             status = process.wait(_MOST_SECONDS)
         except subprocess.TimeoutExpired:
@@ -92,7 +97,6 @@ def _asked(environment: Path, hardware: Hardware, folder: Path) -> Answer:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
     if not (folder / ANSWER).exists():
         said = (folder / "output").read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
         raise TraceError(

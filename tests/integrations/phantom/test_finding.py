@@ -2,13 +2,16 @@
 
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from warm_python import warm_python
 
 from memwall import Workload
 from memwall.cli.app import main
@@ -179,3 +182,34 @@ def test_an_interruption_ends_the_process_as_well(built: Path, tmp_path: Path) -
     thread.join()
     time.sleep(0.05)
     assert not is_alive(number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ended_by", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_the_process_ends_with_the_one_that_asked_and_leaves_no_folder(
+    built: Path, tmp_path: Path, ended_by: signal.Signals
+) -> None:
+    """GIVEN a recording WHEN a signal ends the command THEN nothing of it goes on, and its folder is gone."""
+    number, named = tmp_path / "number", tmp_path / "folder"
+    shell = f"echo $$ > {number}.new && mv {number}.new {number}; exec sleep 60"
+    model = f"import subprocess, time\nstarted = subprocess.Popen(['sh', '-c', '{shell}'])\ntime.sleep(60)\n"
+    (tmp_path / "hanging.py").write_text(model)
+    built.write_text(
+        f'#!/bin/sh\necho "$4" > {named}\nexec {sys.executable} -m memwall.integrations.phantom.child "$4"\n'
+    )
+    asked = ["estimate", f"{tmp_path}/hanging.py:small", "--device", "h100-80gb", "--route", "phantom"]
+    command = warm_python().start("-m", "memwall", *asked)
+    wait_until(number.exists)
+    folder = Path(named.read_text().strip())
+    assert folder.is_dir()
+    command.kill(ended_by)
+    assert command.wait() == -ended_by
+    wait_until(lambda: not is_alive(number))
+    assert not folder.exists()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 40
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
