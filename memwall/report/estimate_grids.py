@@ -19,14 +19,23 @@ _RECORDINGS = {
 }
 
 _ROUTES = {
-    "translate": "translate, simulated; --route phantom leaves out nothing of this and has cuDNN's workspaces",
+    "translate": "translate, simulated",
     "phantom": "phantom, simulated; --route translate leaves out workspaces of cuDNN and temporaries of CUB",
 }
+_MORE_BY_PHANTOM = "; --route phantom has workspaces of cuDNN and temporaries of CUB as well"
 
 
-def route_row(forecast: "Forecast") -> tuple[tuple[str, str], ...]:
-    """Returns how the step was recorded, and what the other route would leave out, as (name, value)."""
-    return () if forecast.route is None else (("route", _ROUTES[forecast.route]),)
+def route_row(forecast: "Forecast", product: str = "") -> tuple[tuple[str, str], ...]:
+    """Returns how the step was recorded, and what the other route has or leaves out, as (name, value).
+
+    Args:
+        product: what its maker calls the card; "" for a plan, which does not say.
+    """
+    if forecast.route is None:
+        return ()
+    # The phantom is a card of NVIDIA's only, and records a SPEC without values: anything else it refuses.
+    has_other = forecast.route == "translate" and forecast.source == "fake" and product.startswith("NVIDIA")
+    return (("route", _ROUTES[forecast.route] + (_MORE_BY_PHANTOM if has_other else "")),)
 
 
 def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
@@ -58,7 +67,7 @@ def estimate_facts(estimate: "Estimate") -> tuple[tuple[str, str], ...]:
             if estimate.route == "phantom"
             else _RECORDINGS[estimate.source],
         ),
-        *route_row(estimate),
+        *route_row(estimate, estimate.product),
         ("attention kernels", kernels or DASH),
         ("step", f"at least {seconds_or_dash(seconds)} at data-sheet peaks" if seconds is not None else DASH),
         ("micro-batch", _micro_batch_text(estimate)),

@@ -53,7 +53,7 @@ def estimate_summary(estimate: "Estimate", searched: str = "") -> Group:
         ("made of", ", ".join(f"{share.name.replace('_', ' ')} {format_bytes(share.num_bytes)}" for share in named)),
         ("besides", f"{_besides(estimate)}; {_up(peak.host_bytes or 0)} of host memory"),
         *_allocator(estimate),
-        *route_row(estimate),
+        *route_row(estimate, estimate.product),
     ]
     if estimate.step_seconds is not None:
         lines.append(("step", f"at least {format_seconds(estimate.step_seconds)} at data-sheet peaks"))

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.predict.cuda_allocator.advice import EXPANDABLE_GUARDS, AllocatorAdvice
-from memwall.report.estimate_grids import allocator_facts, workload_row
+from memwall.report.estimate_grids import allocator_facts, route_row, workload_row
 from memwall.trace.workload_facts import WorkloadFacts
 
 GIB = 1 << 30
@@ -86,3 +87,29 @@ def test_where_the_default_is_as_good_only_that_is_said(advice: AllocatorAdvice)
     (fact,) = allocator_facts(replace(advice, reserved_bytes=8 * GIB))
     assert fact[1] == ("the default: none of 40 reserves notably less; default 8.00 GiB, lower bound 5.00 GiB")
     assert allocator_facts(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("product", "source", "is_advised"),
+    [
+        ("NVIDIA L4 24GB", "fake", True),
+        ("NVIDIA L4 24GB", "recorded", False),
+        ("AMD Instinct MI300X 192GB", "fake", False),
+        ("", "fake", False),
+    ],
+)
+def test_the_phantom_is_advised_only_where_it_is_not_refused(product: str, source: Any, is_advised: bool) -> None:
+    forecast = Forecast(
+        device="cuda",
+        source=source,
+        route="translate",
+        fits=True,
+        budget_bytes=GIB,
+        margin_bytes=0,
+        peak=PeakBytes(allocated_bytes=1, process_bytes=1),
+        phases={},
+        step_seconds=None,
+        not_modelled=(),
+    )
+    ((name, shown),) = route_row(forecast, product)
+    assert (name, "--route phantom" in shown) == ("route", is_advised)
