@@ -20,8 +20,6 @@ from memwall.trace.workload import Workload
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["diffusers_workload"]
-
 _DEFAULT_SAMPLE = 64
 """Side of a latent where a configuration names none: an image of 512 pixels by the usual autoencoder."""
 _CLIP_TOKENS = 77

@@ -16,8 +16,6 @@ from memwall.torch_internals.fake import FakeTensor
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["whole_scans"]
-
 _NAME = "mamba_selective_scan"
 
 
