@@ -5,6 +5,7 @@ script's optimizers train (`trained_models`). Nothing in the script changes; wha
 script ends.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,8 +28,11 @@ from memwall.machine.tiers import Machine
 from memwall.patches import Patches
 from memwall.session.next_budget import note_failure
 from memwall.session.session import Session
+from memwall.torch_internals.autograd import execution_is_transformed
 from memwall.trace.records import Trace
 from memwall.trace.together import models_of
+
+_log = logging.getLogger(__name__)
 
 
 class ScriptRun:
@@ -75,6 +79,10 @@ class ScriptRun:
             session.first_forward(called)
             return
         session.attach(model, self.watch.early_optimizers(model), is_stepped_by_hand=not has_optimizer)
+        if checkpoint is not None and execution_is_transformed():
+            # What the model is called with has no storage, and no step of it is seen.
+            _log.warning("no step is committed to %s: torch.func computes the gradients", checkpoint.directory)
+            checkpoint = None
         if checkpoint is not None:
             checkpoint.prepare(model)  # before parameters go there
         # The hook just attached is not in the list this call is going through: call it for this first time.

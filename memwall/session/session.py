@@ -32,6 +32,7 @@ from memwall.session.step_borders import StepBorders
 from memwall.session.steps import State, Steps
 from memwall.session.vector_functions import settle_first_calls
 from memwall.session.watch.step_metrics import StepMetrics
+from memwall.torch_internals.autograd import execution_is_transformed
 from memwall.torch_internals.dispatch import end_stand_in
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
@@ -177,6 +178,8 @@ class Session:
         if is_stepped_by_hand:
             self._borders.is_changed_by_hand = self._live.is_changed_by_hand
             self._borders.num_optimizer_steps = None
+        else:
+            self._borders.is_unseen = execution_is_transformed()
 
     def train_also(self, model: nn.Module) -> None:
         """Says that the loop trains more, or other, models from the next step on, which is recorded anew.

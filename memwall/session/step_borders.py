@@ -81,9 +81,13 @@ class StepBorders:
         self._is_watching = self._is_watching_scaling = False
         self._is_left_out = False
         """Whether loss scaling has left out an optimizer's step since the present step began."""
-        self.is_transformed = False
+        self.is_transformed = self.is_unseen = False
+        """Whether torch.func has computed gradients, and whether it does so in each step: under the hooks of a
+        recording it raises."""
         self.num_optimizer_steps: int | None = 0
         """Those of the model's optimizers so far; None where there seems to be none."""
+        self._transformed_after: int | None = -1
+        """The number of those after which torch.func has computed gradients last."""
         self.in_first_forward = False
         """Tells whether the model's forward is about to be called, from within the hook before it."""
         self.in_optimizer = False
@@ -183,6 +187,7 @@ class StepBorders:
         model = self.attached_model if model is None else model
         self._listener.before_forward()
         if execution_is_transformed():
+            self._transformed_after = self.num_optimizer_steps
             if not self.is_transformed:
                 self.is_transformed = True
                 _log.warning(
@@ -190,8 +195,8 @@ class StepBorders:
                     "such steps smaller; use loss.backward() to have them planned"
                 )
             return
-        if self.is_transformed and not self.in_step and torch.is_grad_enabled() and _is_lent(model):
-            return  # the outer loss of such a step, through gradients that no hook has seen
+        if self.is_unseen or (self.called is None and self._transformed_after == self.num_optimizer_steps):
+            return  # of a step whose gradients torch.func computes too, and may go on to
         is_another = torch.is_grad_enabled() and self.begins_step(model)
         self._end_by_hand()
         if not torch.is_grad_enabled():
@@ -287,11 +292,6 @@ class StepBorders:
             is_first, self._has_stepped, self._forwards_by_hand = not self._has_stepped, True, 0
             self.in_step, self.goes_on, self.phase = not self._turns.are_over, True, "between steps"
             self._listener.optimizer_stepped(is_first=is_first)
-
-
-def _is_lent(model: nn.Module) -> bool:
-    """Tells whether `functional_call` calls a model with what was computed in place of its own parameters."""
-    return any(not isinstance(parameter, nn.Parameter) for parameter in model.parameters())
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -144,3 +144,15 @@ def test_a_script_that_calls_its_model_by_torch_func_is_told_so_and_refused_afte
     said = caplog.text + capsys.readouterr().err
     assert said.count("no plan makes such steps smaller; use loss.backward()") == 1
     assert ("the smallest feasible one is" in said) == (status == 3)
+
+
+@pytest.mark.parametrize(
+    ("command", "status"), [(["run", "--budget", "8GiB", "--checkpoint", "kept"], 0), (["profile"], 2)]
+)
+def test_such_a_script_trains_as_it_is_where_steps_would_be_committed_or_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], status: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("meta.py").write_text(META)
+    assert main([*command, "meta.py"]) == status
+    assert Path("steps.txt").read_text() == "0 1 2 "
