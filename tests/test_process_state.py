@@ -37,7 +37,10 @@ STATE = {
     "memwall.store.room._giving": "CudaLimit.end_giving, when a step ends",
     "memwall.store.page_map._maps": "the end of the map: it holds nothing",
     # What was done once for the process.
+    "memwall.checkpoint.ending._ended": "the next run that a signal ends",
+    "memwall.checkpoint.ending._is_over": "nothing: the process ends",
     "memwall.checkpoint.ending._let_go_in_children": "nothing: Python keeps the hook",
+    "memwall.checkpoint.ending._look_after_exit": "nothing: Python calls it as it ends",
     "memwall.rows.optimizer._is_installed": "nothing: torch keeps the hooks",
     "memwall.apply.technique._discover": "nothing: the folder of techniques is read once",
     "memwall.apply.technique._handlers": "unregister",

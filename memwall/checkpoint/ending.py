@@ -3,19 +3,24 @@
 Who sends SIGTERM sends SIGKILL soon after, often in ten seconds. A step that would not be committed in eight is not
 waited for: the run ends at once, at the last committed one. Where the script has a handler of its own that stays.
 
-Python hears a signal between two operations alone, and all of a backward may be one. A thread looks after that. What
-runs once the last step is committed, Python's own end above all, may take longer beside other work: a deadline ends it.
+Python hears a signal between two operations alone, and all of a backward may be one. A thread looks after that. What a
+script does then in its `finally:` and by atexit takes as long as it takes. Python's own end after that may take longer
+than all the rest beside other work: a deadline ends it.
 """
 
+import atexit
 import logging
 import os
 import signal
+import sys
 import threading
 import time
+from contextlib import suppress
 from functools import cache
 from typing import Any, NoReturn
 
-from memwall.checkpoint.deadline import Deadline
+from memwall.checkpoint.deadline import exit_in
+from memwall.logs import log_to_standard_error
 from memwall.patches import Patches, note_permanent
 
 _log = logging.getLogger(__name__)
@@ -23,13 +28,18 @@ _log = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 8.0
 _LAST_SECONDS = 0.5
 """Time that is left after that to an operation that does not end."""
-_MOST_SECONDS = 8.7
-"""Time from SIGTERM until the process is ended: beside other work the system may take a second more to take it down."""
-_SPARED_SECONDS, _LEAST_SECONDS = 1.0, 0.3
-"""Time by which that is less once the last step is committed, and what there is then in any case."""
+_MOST_SECONDS, _LEAST_SECONDS = 7.7, 0.3
+"""Time from SIGTERM until Python's own end is cut short, and what that has in any case.
+
+Beside other work the system may take two seconds more to take a process down.
+"""
 _DEFAULTS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 
 _present: "Ending | None" = None
+_ended: "Ending | None" = None
+"""What SIGTERM has ended a run of this process by."""
+_is_over = False
+"""Whether nothing but the process's end follows that."""
 
 
 class Ending:
@@ -42,7 +52,7 @@ class Ending:
         self._has_ended = threading.Event()
         self._told_at = 0.0
         """When SIGTERM came."""
-        self._deadline: Deadline | None = None
+        _look_after_exit()
 
     @property
     def is_asked(self) -> bool:
@@ -78,8 +88,6 @@ class Ending:
         for number, default in _DEFAULTS.items():
             if signal.getsignal(number) == self._hear:
                 signal.signal(number, default)
-        if not self._has_ended.is_set() and self._deadline is not None:  # the run has come to its own end first
-            self._deadline.lift()
         self._has_ended.set()
         os.close(self._pipe[1])  # which ends the thread
         _present = self._pipe = None
@@ -91,14 +99,21 @@ class Ending:
 
     def end(self) -> NoReturn:
         """Ends the run in the way of the signal."""
+        global _ended
         assert self._asked_by is not None
         self._has_ended.set()
-        if self._asked_by == signal.SIGTERM:  # of which the thread may not know yet
-            if self._deadline is not None:
-                self._deadline.lift()
-            left = self._told_at + _MOST_SECONDS - _SPARED_SECONDS - time.monotonic()
-            self._deadline = Deadline(max(_LEAST_SECONDS, left), 128 + signal.SIGTERM)
+        _ended = self if self._asked_by == signal.SIGTERM else None
         raise KeyboardInterrupt if self._asked_by == signal.SIGINT else SystemExit(128 + self._asked_by)
+
+    def hurry(self) -> None:
+        """Ends the process soon, whatever Python still does."""
+        left = max(_LEAST_SECONDS, self._told_at + _MOST_SECONDS - time.monotonic())
+        with log_to_standard_error():
+            _log.warning("SIGTERM: the run has ended; Python's own end is cut short after %.1f s", left)
+        for stream in (sys.stdout, sys.stderr):  # Python would do so later
+            with suppress(Exception):
+                stream.flush()
+        exit_in(left, 128 + signal.SIGTERM)
 
     def _hear(self, number: int, _: Any) -> None:
         name, is_first, self._asked_by = signal.Signals(number).name, not self.is_asked, number
@@ -120,9 +135,7 @@ class Ending:
             number = heard[0]
             if signal.getsignal(number) != self._hear:
                 continue
-            if number == signal.SIGTERM and self._deadline is None:
-                self._told_at = self._told_at or time.monotonic()
-                self._deadline = Deadline(_MOST_SECONDS, 128 + number)
+            self._told_at = self._told_at or time.monotonic()
             if self._has_ended.wait(_PATIENCE_SECONDS):
                 continue
             signal.pthread_kill(main, number)
@@ -144,3 +157,25 @@ def _let_go_in_children() -> None:
     os.register_at_fork(after_in_child=let_go)
     reason = "Python has no way to remove it"
     note_permanent("hook", "os.register_at_fork", why="ends a run at a committed step", reason=reason)
+
+
+def process_is_over() -> None:
+    """Hears that nothing but the end of the process follows a run that SIGTERM may have ended."""
+    global _is_over
+    _is_over = True
+
+
+@cache
+def _look_after_exit() -> None:
+    """Has Python's own end cut short after SIGTERM, once all that a script has registered with atexit has run.
+
+    It is called before the script runs, as Python calls first what was registered last.
+    """
+
+    def hurry() -> None:
+        if _is_over and _ended is not None:
+            _ended.hurry()
+
+    atexit.register(hurry)
+    reason = "it is there for the end of the process"
+    note_permanent("hook", "atexit", why="ends a run soon after SIGTERM", reason=reason)

@@ -1,5 +1,6 @@
 """Defines the command `memwall`: its list of commands, and where errors become messages and exit statuses."""
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, cast
@@ -72,7 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status; docs/limits.md has the list.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
+    status = _status_of(sys.argv[1:] if argv is None else list(argv))
+    if argv is None and status == 128 + signal.SIGTERM:  # whoever gives arguments may have more to do after it
+        from memwall.checkpoint.ending import process_is_over
+
+        process_is_over()
+    return status
+
+
+def _status_of(words: Sequence[str]) -> int:
+    """Runs one command; returns its exit status."""
     try:
         if _is_plain_run(words):
             with log_to_standard_error():

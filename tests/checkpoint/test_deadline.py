@@ -1,32 +1,41 @@
-"""A process ends at its deadline whatever it does, unless that is lifted."""
+"""A process ends at its deadline whatever it does, by whichever library has timers."""
+
+import ctypes
+from types import SimpleNamespace
 
 import pytest
 from warm_python import warm_python
 
+from memwall.checkpoint import deadline
+
 PROGRAMS = {
-    "sleeps": ("Deadline(0.2, 143); time.sleep(60)", 143),
-    "holds Python's lock": ("Deadline(0.2, 143); ctypes.PyDLL(None).sleep(60)", 143),
-    "takes itself apart": ("Deadline(0.2, 143); atexit.register(ctypes.PyDLL(None).sleep, 60)", 143),
-    "has its deadline lifted": ("late = Deadline(0.2, 143); late.lift(); late.lift(); time.sleep(0.5)", 0),
-    "ends a run before the thread that attends to signals knows": (
-        "ending._MOST_SECONDS = 1.5; own = ending.Ending(); atexit.register(ctypes.PyDLL(None).sleep, 60); "
-        "own._hear(signal.SIGTERM, None); own.end()",
-        143,
-    ),
-    "ends by itself after SIGTERM": (
-        "own, changed = ending.Ending(), Patches('a test'); own.listen(changed); ending._MOST_SECONDS = 0.3; "
-        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.1); changed.undo(); time.sleep(0.5)",
-        0,
-    ),
+    "sleeps": "exit_in(0.2, 143); time.sleep(60)",
+    "holds Python's lock": "exit_in(0.2, 143); ctypes.PyDLL(None).sleep(60)",
+    "takes itself apart": "exit_in(0.2, 143); atexit.register(ctypes.PyDLL(None).sleep, 60)",
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "status"), PROGRAMS.values(), ids=PROGRAMS)
-def test_the_status_is_that_of_what_ends_the_process(source: str, status: int) -> None:
-    head = (
-        "import atexit, ctypes, os, signal, time; import memwall.checkpoint.ending as ending; "
-        "from memwall.checkpoint.deadline import Deadline; from memwall.patches import Patches; "
-    )
+@pytest.mark.parametrize("source", PROGRAMS.values(), ids=PROGRAMS)
+def test_the_status_is_that_of_the_deadline(source: str) -> None:
+    head = "import atexit, ctypes, time; from memwall.checkpoint.deadline import exit_in; "
     program = warm_python().start("-c", head + source)
-    assert program.wait(timeout_s=30) == status, program.said
+    assert program.wait(timeout_s=30) == 143, program.said
+
+
+def test_timers_are_found_in_the_library_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a glibc before 2.34, whose C library has no timers THEN the library beside it has."""
+    beside = SimpleNamespace(timer_create=print, timer_settime=print)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: beside if name == "librt.so.1" else SimpleNamespace())
+    assert deadline._library_of_timers() is beside
+
+
+def test_without_timers_there_is_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(name: str | None) -> SimpleNamespace:
+        if name is not None:
+            raise OSError(name)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(ctypes, "CDLL", opened)
+    assert deadline._library_of_timers() is None
+    deadline.exit_in(0.0, 143)
