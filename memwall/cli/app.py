@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _status_of(words: Sequence[str]) -> int:
+def _status_of(words: list[str]) -> int:
     """Runs one command; returns its exit status."""
     try:
         if _is_plain_run(words):
