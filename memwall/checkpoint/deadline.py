@@ -39,7 +39,7 @@ def exit_in(seconds: float, status: int) -> None:
     if library is None:
         return
     timer = ctypes.c_void_p()
-    leave = ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p).value
+    leave = ctypes.cast(ctypes.CDLL(None)["_exit"], ctypes.c_void_p).value
     event = _Event(value=status, notify=_SIGEV_THREAD, function=leave)
     if library.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) == 0:
         whole, rest = divmod(seconds, 1.0)

@@ -110,7 +110,7 @@ RouteOption = Annotated[
     typer.Option(
         "--route",
         help="How the step is recorded for the device: translate records it on fake tensors, phantom has torch's own "
-        "CUDA build run it on a phantom card, with cuDNN's choices (`make phantom` once, 5 GB; no GPU).",
+        "CUDA build run it on a phantom card, with cuDNN's choices (`make phantom` once; no GPU).",
     ),
 ]
 TorchOption = Annotated[

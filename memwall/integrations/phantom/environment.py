@@ -41,7 +41,7 @@ def phantom_environment() -> Path:
     )
     raise UsageError(
         f"--route phantom: needs an environment with a CUDA build of torch over stub libraries; {found} (torch "
-        f"{torch.__version__} here is {build}). No GPU is needed: {way} (Linux on x86_64, g++, 5 GB once), or leave "
+        f"{torch.__version__} here is {build}). No GPU is needed: {way} (Linux on x86_64, g++, once), or leave "
         "the option out for --route translate"
     )
 
