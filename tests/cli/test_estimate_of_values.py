@@ -63,7 +63,7 @@ def test_a_step_that_needs_values_is_run_for_real_where_there_is_room(
     )
     if command == ("estimate",):
         assert found["peak"]["allocated_bytes"] >= 3 * 4 * 256 * 256
-        main([*command, f"{tmp_path / 'values.py'}:counting", "--device", "l4"])
+        main([*command, f"{tmp_path / 'values.py'}:counting", "--device", "l4", "-v"])
         assert "two real steps on this CPU, translated" in " ".join(capsys.readouterr().out.split())
     assert main([*command, f"{tmp_path / 'values.py'}:too_large", "--device", "l4"]) == 2
     assert "a real step is not tried here: with 64.00 GiB of weights" in capsys.readouterr().err
