@@ -4,9 +4,8 @@ The device's memory is address space: model and batches are made as fake tensors
 byte in host memory, so that a model larger than this machine is recorded, too.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import torch
@@ -16,6 +15,7 @@ from memwall.errors import MemwallError
 from memwall.integrations.phantom.values import DeviceValues, PhantomValues
 from memwall.machine.hardware import Hardware
 from memwall.patches import Patches
+from memwall.predict.cuda.heard_autocast import HeardAutocast
 from memwall.predict.cuda.live_cuda import as_plain
 from memwall.predict.cuda.own_blocks import OwnBlocks, with_own_blocks
 from memwall.predict.roofline import Roofline
@@ -58,8 +58,9 @@ def record_on_phantom(
     move = _Mover(device, values, known)
     move.model(model)
     batch, evaluated = (tree_map(move.tensor, fake) for fake in fakes)
-    choices = _Choices()
-    with choices.in_force(), values:
+    autocast = HeardAutocast(of="cpu", on="cuda")
+    with Patches("records a step on the phantom device") as patches, values:
+        autocast.follow(patches)
         optimizer = workload.make_optimizer(model)
         blocks = OwnBlocks(device)
         place.builder = builder = TraceBuilder([model], seconds_of=Roofline(hardware), workspaces=blocks)
@@ -82,7 +83,7 @@ def record_on_phantom(
 
     def finished(trace: Trace, begin: int) -> Trace:
         mine = whole[begin : begin + len(trace.steps)]
-        return as_plain(msgspec.structs.replace(trace, steps=mine, is_phantom=True, autocast=choices.autocast))
+        return as_plain(msgspec.structs.replace(trace, steps=mine, is_phantom=True, autocast=autocast.precision))
 
     return RecordedRun(
         training=finished(training, 0),
@@ -134,33 +135,3 @@ class _Mover:
             if real is not None:
                 self._values.know(place, real)
         return self._moved[id(fake)]
-
-
-class _Choices:
-    """Has the step run in the device's autocast, and notes its precision."""
-
-    def __init__(self) -> None:
-        self.autocast: Literal["none", "bfloat16", "float16"] = "none"
-        """The precision of the last autocast that was entered."""
-
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        with Patches("records a step on the phantom device") as patches:
-            patches.wrap(torch.autocast, "__init__", self._begin_autocast)
-            yield
-
-    def _begin_autocast(
-        self,
-        init: Callable[..., None],
-        autocast: Any,
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-    ) -> None:
-        """Begins autocast of the device, whichever one the workload was written for."""
-        if device_type == "cpu":
-            device_type, dtype = "cuda", torch.get_autocast_dtype("cpu") if dtype is None else dtype
-        init(autocast, device_type, dtype, enabled, cache_enabled)
-        if enabled:
-            self.autocast = "float16" if autocast.fast_dtype == torch.float16 else "bfloat16"

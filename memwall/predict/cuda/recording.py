@@ -17,6 +17,7 @@ from memwall.patches import Patches
 from memwall.predict.cuda.attention import run_attention
 from memwall.predict.cuda.autocast_lists import cuda_autocast_lists
 from memwall.predict.cuda.cuda_device import CudaDevice
+from memwall.predict.cuda.heard_autocast import HeardAutocast
 from memwall.predict.cuda.recurrent import cuda_recurrent
 from memwall.predict.cuda.results import cuda_results
 from memwall.predict.cuda.workspaces import CudaWorkspaces
@@ -32,15 +33,20 @@ class CudaRecording:
 
     def __init__(self, device: CudaDevice) -> None:
         self.workspaces = CudaWorkspaces(device)
-        self.autocast: Literal["none", "bfloat16", "float16"] = "none"
-        """The precision of the last autocast that was entered."""
+        # Torch would switch it off without a device.
+        self._autocast = HeardAutocast(of="cuda", on="cpu")
         self._device = device
+
+    @property
+    def autocast(self) -> Literal["none", "bfloat16", "float16"]:
+        """Names the precision of the last autocast that was entered."""
+        return self._autocast.precision
 
     @contextmanager
     def choices(self) -> Iterator[None]:
         """Has torch's functions choose as on the device, within."""
         with Patches("records a step for a device that is not here") as patches:
-            patches.wrap(torch.autocast, "__init__", self._begin_autocast)
+            self._autocast.follow(patches)
             if not self._device.is_rocm:
                 patches.wrap(F, "scaled_dot_product_attention", self._attention)
                 patches.enter("functions", "recurrent layers", cuda_recurrent())
@@ -52,22 +58,6 @@ class CudaRecording:
 
     def _attention(self, _: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return run_attention(self._device.capability, *args, **kwargs)
-
-    def _begin_autocast(
-        self,
-        init: Callable[..., None],
-        autocast: Any,
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-    ) -> None:
-        """Begins autocast of `cuda` for tensors that stand for CUDA's; torch would switch it off without a device."""
-        if device_type == "cuda":
-            dtype = torch.get_autocast_dtype("cuda") if dtype is None else dtype
-        init(autocast, "cpu" if device_type == "cuda" else device_type, dtype, enabled, cache_enabled)
-        if enabled:
-            self.autocast = "float16" if autocast.fast_dtype == torch.float16 else "bfloat16"
 
 
 def _fused_dropout(
