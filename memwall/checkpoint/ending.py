@@ -37,7 +37,7 @@ _DEFAULTS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: sign
 
 _present: "Ending | None" = None
 _ended: "Ending | None" = None
-"""What SIGTERM has ended a run of this process by."""
+"""Names the ending by which SIGTERM has ended a run of this process; None while none has."""
 _is_over = False
 """Whether nothing but the process's end follows that."""
 

@@ -89,7 +89,7 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     schema: Literal["memwall.run/1"] = "memwall.run/1"
     script: str = ""
-    """What trained, as a person types it: `train.py` or `-m package.train`; "" where no command ran it."""
+    """Names what trained as a person types it: `train.py` or `-m package.train`; "" where no command ran it."""
     plan_hash: str
     budget_bytes: int
     forecast: Forecast

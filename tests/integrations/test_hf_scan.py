@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.requires("transformers"), pytest.mark.slow]
 
 MAMBA: dict[str, Any] = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96}
 TOLERANCE = 0.005
-"""What the loop frees of the first token before it asks for the second one's gradient."""
+"""Counts the bytes that the loop frees of the first token before it asks for the second one's gradient."""
 
 
 def recorded(source: str, sequence: int, dtype: str = "float32") -> Trace:

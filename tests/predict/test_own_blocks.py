@@ -1,4 +1,4 @@
-"""What an operator allocates for itself, as the allocator's history tells it, in the records of a step."""
+"""An operator's own allocations, as the allocator's history tells them, in the records of a step."""
 
 import torch
 

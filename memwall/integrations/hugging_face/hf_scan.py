@@ -27,12 +27,9 @@ def whole_scans(model: "nn.Module") -> Iterator[None]:
     if not is_fake or not hasattr(module, _NAME):
         yield
         return
-    patches = Patches("scans all tokens at once")
-    patches.wrap(module, _NAME, lambda original, *args, **options: _scan(*args, **options))
-    try:
+    with Patches("scans all tokens at once") as patches:
+        patches.wrap(module, _NAME, lambda original, *args, **options: _scan(*args, **options))
         yield
-    finally:
-        patches.undo()
 
 
 def _scan(

@@ -17,14 +17,14 @@ class Request(Struct, frozen=True, kw_only=True):
     mask_share: float | None
     num_micro_batches: int
     options: dict[str, Any]
-    """What `workload_of_spec` is told."""
+    """Holds what `workload_of_spec` is told."""
 
 
 class Answer(Struct, frozen=True, kw_only=True):
     """Holds how the recording went; the traces lie beside it."""
 
     error: str = ""
-    """What to tell the user; "" where the step was recorded."""
+    """Says to the user why there is none; "" where the step was recorded."""
     is_usage: bool = False
     """Whether that is an error of what the user gave."""
     failure: str = ""

@@ -1,4 +1,4 @@
-"""What each operator allocates for itself, read from the CUDA allocator's own history while a step is recorded.
+"""Finds what each operator allocates for itself, read from the CUDA allocator's own history while a step is recorded.
 
 Formulas know what torch's source allocates (`workspaces.py`); the history has what closed libraries ask for, too.
 """
