@@ -26,6 +26,7 @@ from memwall.torch_internals.fake import (
     without_truncated_sampling,
 )
 from memwall.torch_internals.trees import tree_map
+from memwall.trace.fake_results import biases_in_place
 from memwall.trace.fake_values import KnownValues
 from memwall.trace.op_work import OpWork
 from memwall.trace.optimizers import leaves_foreach_to_torch
@@ -153,6 +154,7 @@ def fake_run(
         values = contexts.enter_context(values_kind(place.now, mask_share))
         contexts.enter_context(_copied_as_fake())
         contexts.enter_context(_converted_in_place())
+        contexts.enter_context(biases_in_place())
         with without_truncated_sampling():
             model = _made_fake(workload.make_model(), fake_mode)
         contexts.enter_context(_seen_as_eager())  # now that the model has imported its libraries

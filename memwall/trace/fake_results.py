@@ -4,12 +4,15 @@ Found by recording the same steps live and on fake tensors (torch 2.13); a rule 
 nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from memwall.patches import Patches
 from memwall.torch_internals.operators import operator_named
 from memwall.trace import recurrent
 
@@ -31,6 +34,26 @@ def as_real(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     """Returns the result of an operation with the strides and the storage that its kernels give it."""
     rule = _RULES.get(func)
     return out if rule is None else rule(args, out)
+
+
+@contextmanager
+def biases_in_place() -> Iterator[None]:
+    """Has a linear layer of what is not contiguous add its bias in place, as it does in a plain step.
+
+    Under a mode that watches operations torch adds it into a new tensor instead. Where autocast casts, it still does.
+
+    Source: aten/src/ATen/native/Linear.cpp, `linear` (`isTensorSubclassLike` holds under any dispatch mode).
+    """
+
+    def linear(original: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        is_whole = input.dim() < 3 or input.is_contiguous()
+        if bias is None or is_whole or torch.is_autocast_enabled(input.device.type):
+            return original(input, weight, bias)
+        return torch.matmul(input, weight.t()).add_(bias)
+
+    with Patches("records a step under a dispatch mode") as patches:
+        patches.wrap(F, "linear", linear)
+        yield
 
 
 def _shrunk(args: tuple[Any, ...], out: Tensor) -> Tensor:

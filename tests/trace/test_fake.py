@@ -254,3 +254,29 @@ def test_the_peak_of_a_fake_trace_is_explained_like_any_other(workload_of: Calla
     assert shares["input"] == 4 * 8 * 4
     assert trace.base_bytes == 0
     assert [step.process_peak_bytes for step in trace.steps] == [0, 0]
+
+
+def test_a_bias_is_added_in_place_as_in_a_step_that_nothing_watches() -> None:
+    """GIVEN a linear layer of what is not contiguous WHEN its step is recorded THEN its result is there once."""
+    rows, columns, width = 8, 16, 32
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(columns, width)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.linear(batch.transpose(0, 1))
+            return found
+
+    workload = Workload(
+        model=Turned,
+        batch=lambda: torch.ones(rows, rows, columns),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    trace = record_fake(workload)
+    forward = [op for op in trace.steps[0].ops if op.phase == "forward"]
+    assert "aten.add_.Tensor" in [trace.names[op.name] for op in forward]
+    results = {index for op in forward for index in op.outputs}
+    assert [trace.steps[0].storages[index].nbytes for index in results].count(rows * rows * width * 4) == 1

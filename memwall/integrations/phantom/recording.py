@@ -22,6 +22,7 @@ from memwall.predict.roofline import Roofline
 from memwall.torch_internals.modules import own_buffers, own_parameters
 from memwall.torch_internals.trees import tree_flatten, tree_map
 from memwall.trace.fake import MOST_MICRO_BATCHES, RecordedRun, fake_run
+from memwall.trace.fake_results import biases_in_place
 from memwall.trace.records import Trace
 from memwall.trace.spec import describe_error
 from memwall.trace.trace_builder import TraceBuilder, run_evaluated, run_recorded
@@ -59,7 +60,7 @@ def record_on_phantom(
     move.model(model)
     batch, evaluated = (tree_map(move.tensor, fake) for fake in fakes)
     autocast = HeardAutocast(of="cpu", on="cuda")
-    with Patches("records a step on the phantom device") as patches, values:
+    with Patches("records a step on the phantom device") as patches, values, biases_in_place():
         autocast.follow(patches)
         optimizer = workload.make_optimizer(model)
         blocks = OwnBlocks(device)
