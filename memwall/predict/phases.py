@@ -84,14 +84,10 @@ class Phases:
         self._evaluation_host = None if evaluation is None else host_bytes_of(evaluation)
         self._built = _events(_standing_alone(steady, "parameter", "buffer"))
         self._resuming = _events(_standing_alone(loaded, "parameter", "buffer", "optimizer_state"))
-        between = _standing_alone(steady)
-        self._trained = _events(first, *([steady] * NUM_STEADY), between)
-        self.run = self._trained
-        """Holds the steps of the run in order: a first and steady ones, evaluated also an evaluation and steady ones
-        after it, and at the end what stands between steps."""
-        if evaluation is not None:
-            evaluated = _between_steps(evaluation, steady)
-            self.run = _events(first, steady, evaluated, *([steady] * NUM_STEADY), between)
+        evaluated = () if evaluation is None else (_between_steps(evaluation, steady), *([steady] * NUM_STEADY))
+        self.run = _events(first, *([steady] * NUM_STEADY), *evaluated, _standing_alone(steady))
+        """Holds the steps of the run in order: a first and steady ones; evaluated, that and steady ones after it; and
+        what stands between steps at the end."""
 
     def peaks(
         self, profile: VersionProfile, *, settings: AllocatorSettings | None = None, capacity_bytes: int | None = None
@@ -111,27 +107,25 @@ class Phases:
             return event_peaks(events, profile, settings=settings, capacity_bytes=capacity_bytes)
 
         host = self._host
-        built, trained, resuming = simulated(self._built), simulated(self._trained), simulated(self._resuming)
-        if built is None or trained is None or resuming is None:
+        built, run, resuming = simulated(self._built), simulated(self.run), simulated(self._resuming)
+        if built is None or run is None or resuming is None:
             return None
+        (first, *steps), between = run[:-1], run[-1]
         found = {
             "build": _peak(built, host.build_peak_bytes),
-            "first_step": _peak(trained[:1], host.step_peak_bytes),
-            "steady_step": _peak(trained[1:-1], host.step_peak_bytes),
+            "first_step": _peak([first], host.step_peak_bytes),
+            "steady_step": _peak(steps[:NUM_STEADY], host.step_peak_bytes),
         }
         if self._evaluation_host is not None:
-            later = simulated(self.run)
-            if later is None:
-                return None
-            trained = later
+            evaluated = steps[NUM_STEADY:]
             found["eval"] = PhasePeak(
-                allocated_bytes=trained[2].allocated_bytes,
-                reserved_bytes=max(peak.reserved_bytes for peak in trained[2:]),
+                allocated_bytes=evaluated[0].allocated_bytes,
+                reserved_bytes=max(peak.reserved_bytes for peak in evaluated),
                 host_bytes=max(host.step_peak_bytes, self._evaluation_host.step_peak_bytes),
             )
         found["save"] = PhasePeak(
-            allocated_bytes=trained[-1].allocated_bytes,
-            reserved_bytes=trained[-1].reserved_bytes,
+            allocated_bytes=between.allocated_bytes,
+            reserved_bytes=between.reserved_bytes,
             host_bytes=host.save_peak_bytes,
             disk_bytes=host.weights_bytes + host.state_bytes,
         )
@@ -173,13 +167,20 @@ def _standing_alone(steady: Step, *categories: str) -> Step:
 
 
 def _between_steps(evaluation: Step, steady: Step) -> Step:
-    """Adds to the evaluation what training leaves standing beside the model: workspaces, and the last batches."""
+    """Adds to the evaluation what training leaves standing beside the model: workspaces, state, and the last batches.
+
+    An evaluation does not show where the optimizer's state is.
+    """
     num_ops = len(evaluation.ops)
-    own = tuple(storage for storage in evaluation.storages if not (storage.death >= num_ops and _is_workspace(storage)))
+    own = tuple(
+        storage
+        for storage in evaluation.storages
+        if not (storage.death >= num_ops and _is_workspace(storage)) and storage.category != "optimizer_state"
+    )
     left = tuple(
         msgspec.structs.replace(storage, birth=-1, dropped=num_ops, death=num_ops)
         for storage in _outliving(steady)
-        if storage.category == "input" or _is_workspace(storage)
+        if storage.category in ("input", "optimizer_state") or _is_workspace(storage)
     )
     return msgspec.structs.replace(evaluation, storages=(*own, *left))
 

@@ -1,6 +1,7 @@
 """The phases of a run on a device, held against sums that can be done by hand."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -169,6 +170,22 @@ def test_remainders_of_blocks_stand_between_steps(
     assert found is not None
     batch_bytes = 512
     assert found["save"].allocated_bytes == 3 * 12 * MIB + batch_bytes
+
+
+def test_an_evaluation_has_the_state_where_training_has_it(
+    workload_of: Callable[..., Workload], profile: VersionProfile
+) -> None:
+    """GIVEN AdamW whose kernel reads steps on the device WHEN a batch is evaluated THEN they stand there as well."""
+    model, batch = (lambda: nn.Linear(WIDTH, WIDTH, bias=False)), (lambda: torch.ones(ROWS, WIDTH))
+    fused = partial(torch.optim.AdamW, fused=True)
+    run = record_fake_run(workload_of(model, batch, optimizer=fused), batch)
+    assert run.evaluation is not None
+    training, evaluation = (translated(trace, hardware_named("a100-80gb")) for trace in (run.training, run.evaluation))
+    found = peaks_of((*training.steps, *evaluation.steps), profile)
+    step_bytes = 512
+    assert found["save"].allocated_bytes == 3 * WIDTH * WIDTH * 4 + step_bytes + BATCH + WORKSPACES
+    # The batch that is evaluated, what the layer makes of it, and the sum.
+    assert found["eval"].allocated_bytes == found["save"].allocated_bytes + 2 * BATCH + 512
 
 
 def test_a_checkpoint_holds_weights_and_state(steps: Steps, profile: VersionProfile) -> None:
