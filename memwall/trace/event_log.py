@@ -50,6 +50,8 @@ class LoggedStorage(Struct, gc=False):
     dtype: str
     died: int = -1
     """The operation before which it died; -1 while it lives."""
+    copied: tuple[int, ...] = ()
+    """Bytes of each tensor that it was put together from."""
 
 
 class LoggedSaving(Struct, gc=False):
@@ -120,6 +122,12 @@ class EventLog:
         """Registers a storage that was there before the step; tied ones count once, under their first category."""
         index = self._find(tensor)
         return index if index >= 0 else self._new_storage(tensor, category, birth=-1)
+
+    def put_together(self, parts: list[Tensor]) -> None:
+        """Notes that the storage of these tensors was made of copies of each."""
+        index = self._find(parts[0])
+        if index >= 0:
+            self.storages[index].copied = tuple(part.nbytes for part in parts)
 
     def categorise(self, tensor: Tensor, category: Category) -> None:
         """Names what a storage of this step turned out to be. What existed before keeps its category."""
@@ -230,6 +238,11 @@ class EventLog:
         read = tuple(dict.fromkeys(i for t in inputs if (i := self._index(t, -1)) >= 0))
         self.ops.append(LoggedOp(intern(name), phase, self._call, line, sequence, read))
         return len(self.ops) - 1
+
+    def born(self, index: int, results: list[Tensor]) -> None:
+        """Notes some of an operation's results before the others."""
+        for result in results:
+            self._index(result, index)
 
     def end_op(self, index: int, seconds: float, flops: int, outputs: list[Tensor], written: list[Tensor]) -> None:
         """Closes an operation; storages never seen before among its results were born in it."""

@@ -57,6 +57,8 @@ class Storage(Struct, frozen=True, array_like=True):
     """The user's line that made it, an index into `Trace.lines`; -1 if it existed before the step or is not known."""
     dtype: str = ""
     """Names that of the first tensor in it, e.g. `float32`; "" where none was seen."""
+    copied: tuple[int, ...] = ()
+    """Bytes of each tensor that it was put together from when the model came to the device, all there until then."""
 
     @property
     def device_type(self) -> str:

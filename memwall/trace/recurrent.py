@@ -5,7 +5,7 @@ while the real one holds gates and states of every token, several times the laye
 oneDNN knows, so that it is asked: by a layer of the same widths on few tokens, since the workspace grows by the token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.torch_internals.dispatch import without_dispatch
+from memwall.torch_internals.storages import identity_of
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 
@@ -63,16 +64,28 @@ def _workspace_bytes(
 
 def flatten_weights(model: nn.Module) -> None:
     """Lays the weights of each recurrent layer in one buffer, as moving it to CUDA does (`flatten_parameters`)."""
-    for layer in model.modules():
-        if not isinstance(layer, nn.RNNBase):
-            continue
-        weights = [weight for stacked in layer.all_weights for weight in stacked]
-        is_plain = all(isinstance(weight, nn.Parameter) for weight in weights)  # and not computed from others
-        if is_plain and {weight.dtype for weight in weights} in ({each} for each in _FLATTENED):
+    for layer, weights in _plain_layers(model):
+        if {weight.dtype for weight in weights} in ({each} for each in _FLATTENED):
             num_stacked = layer.num_layers * (1 + layer.bidirectional)
             buffer = torch.empty(num_elements(weights, num_stacked), dtype=weights[0].dtype)
             for weight, part in zip(weights, parts_of(buffer, weights), strict=True):
                 weight.data = part.view(weight.shape)
+
+
+def gathered_weights(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Yields the weights of each recurrent layer that has them in one buffer: copies of each were there before it."""
+    for _, weights in _plain_layers(model):
+        if len(weights) > 1 and len({identity_of(weight.untyped_storage()) for weight in weights}) == 1:
+            yield weights
+
+
+def _plain_layers(model: nn.Module) -> Iterator[tuple[nn.RNNBase, list[Any]]]:
+    """Yields each recurrent layer with its weights, if these are parameters and not computed from others."""
+    for layer in model.modules():
+        if isinstance(layer, nn.RNNBase):
+            weights = [weight for stacked in layer.all_weights for weight in stacked]
+            if all(isinstance(weight, nn.Parameter) for weight in weights):
+                yield layer, weights
 
 
 def num_elements(weights: Sequence[Tensor], num_stacked: int) -> int:

@@ -30,6 +30,7 @@ from memwall.trace.modules import ModuleTable
 from memwall.trace.op_work import OpWork, own_work_of, work_of
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Phase
+from memwall.trace.recurrent import gathered_weights
 from memwall.trace.source_lines import SourceLines, StepLines
 from memwall.trace.together import models_of
 from memwall.trace.workspaces import Workspaces
@@ -160,6 +161,8 @@ class StepRecorder(StepMode):
                     self.log.existing(local_part(parameter.grad), "gradient")
             for buffer in root.buffers():
                 self.log.existing(local_part(buffer), "buffer")
+            for weights in gathered_weights(root):
+                self.log.put_together(weights)
         for tensor in _state_of(optimizers):
             self.log.existing(tensor, "optimizer_state")
         self._follow_modules()
@@ -379,7 +382,11 @@ class StepRecorder(StepMode):
             seconds = self._seconds_of(work_of(str(func), flops, inputs, outputs, changed, own=own))
         if node is None and changed and not self._in_optimizer and log.has_mark("backward"):
             self._note_by_hand(changed)
-        log.end_op(index, seconds, flops, self.workspaces.in_order(func, outputs), changed)
+        results = self.workspaces.in_order(func, outputs)
+        if workspace.before_last:
+            log.born(index, results[:-1])
+            log.workspaces(index, workspace.before_last)
+        log.end_op(index, seconds, flops, results, changed)
         log.workspaces(index, workspace.beyond(log.born_bytes(index)))
         return out
 

@@ -49,6 +49,7 @@ def build_step(
             batched=batched[index],
             line=storage.line,
             dtype=storage.dtype,
+            copied=storage.copied,
         )
         for index, storage in enumerate(log.storages)
     )

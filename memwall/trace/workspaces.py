@@ -28,6 +28,10 @@ class AheadOfResults(int):
     """Holds the bytes of a block that an operator allocates ahead of its results, such as a copy of an argument."""
 
 
+class BeforeLastResult(int):
+    """Holds the bytes of a block that an operator allocates when all its results are there but the last."""
+
+
 class Workspace:
     """Holds the highest bytes of one run of an operator beyond what it began with, results included.
 
@@ -46,11 +50,16 @@ class Workspace:
         """Returns the bytes of each block that comes ahead of the results; of measured ones none is known to."""
         return tuple(block for block in self.blocks or () if isinstance(block, AheadOfResults))
 
+    @property
+    def before_last(self) -> tuple[int, ...]:
+        """Returns the bytes of each block that comes before the last result."""
+        return tuple(block for block in self.blocks or () if isinstance(block, BeforeLastResult))
+
     def beyond(self, result_bytes: int) -> tuple[int, ...]:
         """Returns the bytes of each block that follows the results; of measured ones as one, settled at once."""
         if self.blocks is None:
             self.blocks = (max(0, self.peak_bytes - result_bytes),)
-        return tuple(block for block in self.blocks if not isinstance(block, AheadOfResults))
+        return tuple(block for block in self.blocks if not isinstance(block, (AheadOfResults, BeforeLastResult)))
 
 
 class Workspaces:

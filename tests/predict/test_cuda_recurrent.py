@@ -8,10 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.translate import recording_for
+from memwall.predict.cuda_allocator.torch_releases import profile_for
+from memwall.predict.phases import Phases
+from memwall.trace.fake import record_fake_run
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+MIB = 1 << 20
 SAMPLES, TOKENS, WIDTH = 4, 16, 32
 POSITIONS = SAMPLES * TOKENS
 
@@ -121,3 +127,42 @@ def test_a_cell_is_two_products_and_one_kernel(
     trace = run(lambda: cell(WIDTH, WIDTH), (SAMPLES, WIDTH), is_cast=is_cast)
     assert new_bytes(trace, operator)[-1] == SAMPLES * WIDTH * num_kept * (2 if is_cast else 4)
     assert not any("sigmoid" in name for name in trace.names)
+
+
+def sizes_of(trace: Trace, operator: str) -> list[int]:
+    """Returns the bytes of the storages that the first call of an operator takes, in their order."""
+    step = trace.steps[0]
+    number = next(n for n, op in enumerate(step.ops) if operator in trace.names[op.name])
+    return [storage.nbytes for storage in step.storages if storage.birth == number and storage.nbytes]
+
+
+def test_a_layer_asks_for_what_it_works_in_before_what_it_keeps(run: Callable[..., Trace]) -> None:
+    """Source: native/cudnn/RNN.cpp, `_cudnn_rnn`: results, then `workspace`, then `reserve`."""
+    state, position = SAMPLES * WIDTH * 4, POSITIONS * WIDTH * 4
+    *_, first, second, third, works, keeps = sizes_of(run(lstm), "_cudnn_rnn")
+    assert [first, second, third, works, keeps] == [position, state, state, 4 * position, 6 * position]
+
+
+def test_weights_were_copied_one_by_one_before_they_lay_in_a_buffer(run: Callable[..., Trace]) -> None:
+    """GIVEN a model that is moved to the device THEN its phase of building holds copies and buffer at once."""
+    trace = run(lstm)
+    weight, bias = 4 * WIDTH * WIDTH * 4, 4 * WIDTH * 4
+    (buffer,) = (storage for storage in trace.steps[1].storages if storage.category == "parameter")
+    assert buffer.copied == (weight, weight, bias, bias)
+    found = Phases((trace.steps[0], trace.steps[1]), None).peaks(profile_for("2.13.0")[0])
+    assert found is not None
+    assert found["build"].allocated_bytes == 2 * buffer.nbytes
+    assert found["save"].allocated_bytes < 2 * buffer.nbytes + MIB
+
+
+def test_an_evaluation_reads_no_random_state_of_dropout(workload_of: Callable[..., Workload]) -> None:
+    """Source: native/cudnn/RNN.cpp, `get_dropout_state`: none where nothing is dropped."""
+    workload = workload_of(lambda: First(lstm(num_layers=2, dropout=0.1)), lambda: torch.ones(SAMPLES, TOKENS, WIDTH))
+    recording = recording_for(hardware_named("h100-80gb"))
+    found = record_fake_run(workload, workload.make_batch, choices=recording.choices())
+    assert found.evaluation is not None
+    in_training, in_evaluation = (
+        [storage.nbytes for storage in trace.steps[-1].storages if storage.nbytes == 3 * MIB]
+        for trace in (found.training, found.evaluation)
+    )
+    assert (in_training, in_evaluation) == ([3 * MIB], [])

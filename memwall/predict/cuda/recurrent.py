@@ -23,7 +23,7 @@ from memwall.predict.cuda.cuda_device import CudaDevice
 from memwall.torch_internals.operators import operator_named, recurrent_functions
 from memwall.torch_internals.storages import identity_of
 from memwall.trace.recurrent import num_elements, parts_of
-from memwall.trace.workspaces import AheadOfResults
+from memwall.trace.workspaces import AheadOfResults, BeforeLastResult
 
 _LAYER, _LAYER_BACKWARD = operator_named("_cudnn_rnn.default"), operator_named("_cudnn_rnn_backward.default")
 _LSTM_CELL = operator_named("_thnn_fused_lstm_cell.default")
@@ -104,7 +104,8 @@ def _run_layer(
         is_bidirectional=is_bidirectional,
         batch_sizes=[states.shape[1], *[1] * (sizes.numel() - 1)] if is_packed else [],
     )
-    if dropout > 0 and is_training and not dropout_states:
+    has_dropout = dropout > 0 and is_training
+    if has_dropout and not dropout_states:
         dropout_states.append(torch.empty(_DROPOUT_STATE_BYTES, dtype=torch.uint8))
     size = num_elements(weights, num_stacked)
     buffer = None  # as of a layer without biases, whose weights are gathered in every call
@@ -118,7 +119,9 @@ def _run_layer(
             parts = zip(parts_of(buffer, weights), weights, strict=True)
             weights = [part.view(-1, 1).detach().copy_(weight.view(-1, 1)) for part, weight in parts]
     with without_autocast():
-        results = _LAYER(data, weights, num_each, buffer, states, cells, *layer, (*dropout_states, None)[0])
+        results = _LAYER(
+            data, weights, num_each, buffer, states, cells, *layer, dropout_states[0] if has_dropout else None
+        )
     return tuple(results[: 2 + (cells is not None)])
 
 
@@ -183,6 +186,14 @@ def _gru_cell_backward(gradient: Tensor, workspace: Tensor, has_bias: bool) -> A
     return (*gates, gradient.new_empty(rows, width), *biases)
 
 
+def in_order(func: Any, results: list[Tensor]) -> list[Tensor]:
+    """Returns an operator's results in the order of allocation: what a layer keeps for backward is its last."""
+    if func is not _LAYER:
+        return results
+    *first, kept, buffer = results
+    return [*first, buffer, kept]
+
+
 RECURRENT_RESULTS: dict[Any, Callable[..., Any]] = {
     _LAYER: _forward,
     _LAYER_BACKWARD: _backward,
@@ -193,9 +204,9 @@ RECURRENT_RESULTS: dict[Any, Callable[..., Any]] = {
 
 
 def _forward_blocks(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Copies what is not positions first, and works in memory that it asks for behind its results."""
+    """Copies what is not positions first, and works in memory that it asks for before what is kept for backward."""
     layer = _Layer(*args[6:-1])
-    return (*_copied(layer, args[0]), layer.workspace_bytes(args[0]))
+    return (*_copied(layer, args[0]), BeforeLastResult(layer.workspace_bytes(args[0])))
 
 
 def _backward_blocks(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:

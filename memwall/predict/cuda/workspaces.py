@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memwall.predict.cuda.attention_workspaces import ATTENTION_FORMULAS
 from memwall.predict.cuda.cuda_device import CudaDevice
-from memwall.predict.cuda.recurrent import RECURRENT_FORMULAS
+from memwall.predict.cuda.recurrent import RECURRENT_FORMULAS, in_order
 from memwall.predict.cuda.reducing_operators import REDUCING_FORMULAS
 from memwall.torch_internals.operators import operator_named
 from memwall.trace.op_work import own_work_of
@@ -56,7 +56,7 @@ class CudaWorkspaces(Workspaces):
 
     def in_order(self, func: Any, results: list[Tensor]) -> list[Tensor]:
         """Returns results in the order of allocation, in which dropout's mask is first: Dropout.cu, `dropout_cuda`."""
-        return results[::-1] if func is _aten.native_dropout.default else results
+        return results[::-1] if func is _aten.native_dropout.default else in_order(func, results)
 
 
 def _embedding_backward(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:

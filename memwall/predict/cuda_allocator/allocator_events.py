@@ -152,7 +152,10 @@ class _Builder:
             self._is_cache_full = False
             self.events.append((EMPTY_CACHE, 0, 0, 0))
         for index in missing:
-            live[index] = self._allocate(step.storages[index].nbytes)
+            storage = step.storages[index]
+            parts = [self._allocate(nbytes) for nbytes in storage.copied]
+            live[index] = self._allocate(storage.nbytes)
+            self.events.extend((FREE, part, 0, 0) for part in parts)
         return live
 
     def _allocate(self, nbytes: int) -> int:
