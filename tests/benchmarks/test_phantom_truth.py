@@ -31,10 +31,19 @@ def test_the_published_table_is_the_result_file() -> None:
             assert phantom_truth.line(device, figures, quantity) in PAGE.read_text()
 
 
-def test_what_the_page_says_of_families_is_the_result_file() -> None:
-    """GIVEN the published rows WHEN the recurrent model's are left out THEN the others meet every goal."""
+def test_what_the_page_says_of_misses_is_the_result_file() -> None:
+    """GIVEN the published rows WHEN one misses a goal THEN it is of the recurrent model, after an evaluation."""
     rows = json.loads(phantom_truth.OUTPUT.read_text())["rows"]
-    others = [row for row in rows if not row["case"].startswith("recurrent/")]
-    assert f"{len(others)} cases of eleven families" in PAGE.read_text().replace("\n", " ")
-    for device in phantom_truth.CARDS:
-        assert phantom_truth.table([row for row in others if row["device"] == device])["missed"] == []
+    missed = {
+        (row["device"], row["case"], phase)
+        for row in rows
+        for phase in PHASES
+        for quantity, goals in phantom_truth.GOALS.items()
+        if abs(phantom_truth.error(row, phase, quantity)) > goals["worst"]
+    }
+    assert {(case.partition("/")[0], phase) for _, case, phase in missed} <= {
+        ("recurrent", "eval"),
+        ("recurrent", "save"),
+    }
+    num_cases = len({(device, case) for device, case, _ in missed})
+    assert f"miss one in {num_cases} of the {len(rows)}," in PAGE.read_text().replace("\n", " ")
