@@ -134,7 +134,7 @@ def plan(
         if unused:
             raise UsageError(f"{', '.join(unused)}: {source} is a trace, in which that is recorded; leave it out")
     if hardware is None:
-        found = trace_here(source, disk_tier)
+        found = trace_here(source, disk_tier, allowed=allowed)
     else:
         if disk_tier is not None:
             raise UsageError(f"--disk {disk}: with --device NAME tensors move to host memory only; use --host SIZE")
@@ -152,6 +152,7 @@ def plan(
             host_bytes=host_bytes or 0,
             mask_share=mask_share,
             route=route,
+            allowed=allowed,
             autocast=autocast,
             batch=batch,
             sequence=seq,

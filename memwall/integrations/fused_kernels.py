@@ -46,12 +46,14 @@ def without_values(module: nn.Module, candidate: KernelMatch) -> str | None:
 def recorded_with_kernels(
     record: Callable[[Callable[[Workload], Workload]], Trace],
     objection: Callable[[nn.Module, KernelMatch], str | None] = objection,
+    *,
+    is_told: bool = True,
 ) -> Recorded:
     """Returns the trace of a workload whose model runs fused kernels, and which; None for these if no module has one.
 
     Args:
         record: records the workload that its argument makes of a plain one.
-        objection: what speaks against a kernel; see `memwall.apply.kernels.patched.patch_kernels`.
+        objection, is_told: see `memwall.apply.kernels.patched.patch_kernels`.
     """
     made: list[PatchedKernels] = []
     chunk_rows = 0
@@ -61,7 +63,7 @@ def recorded_with_kernels(
             nonlocal chunk_rows
             plain = workload.make_model()
             chunk_rows = chunk_rows_of(plain)
-            made.append(patch_kernels(plain, chunk_rows=chunk_rows, objection=objection))
+            made.append(patch_kernels(plain, chunk_rows=chunk_rows, objection=objection, is_told=is_told))
             return plain
 
         return replace(workload, model=model)
@@ -72,7 +74,7 @@ def recorded_with_kernels(
         for patched in reversed(made):
             patched.undo()
     found = kernels_in(trace, chunk_rows)
-    if found is None and any(patched.num_replaced for patched in made):
+    if is_told and found is None and any(patched.num_replaced for patched in made):
         _log.warning(
             "none of the fused kernels put into the model ran in the recorded step; the plan has none, so leave "
             "--allow kernels out"

@@ -123,6 +123,17 @@ def test_kernels_of_a_trace_are_refused(run: Run, tmp_path: Path, capsys: pytest
         assert f"--allow kernels: {path} is a trace, and what kernels do" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("allow", [(), ("--allow", "kernels")])
+def test_kernels_that_nobody_allowed_are_not_spoken_of(
+    allow: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GIVEN a loss as kernels have, of a model as they have not, WHEN refused THEN only who allowed them is told."""
+    loss = "torch.nn.functional.cross_entropy(model(batch), torch.zeros(64, dtype=torch.int64))"
+    (tmp_path / "training.py").write_text(FACTORY.replace("model(batch).sum()", loss))
+    assert main(["plan", f"{tmp_path / 'training.py'}:small", "--device", "l4", "--budget", "1MiB", *allow]) == 3
+    assert ("runs a fused kernel" in capsys.readouterr().err) == bool(allow)
+
+
 def test_packing_is_refused_where_nothing_can_be_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workload = Workload(
         model=torch.nn.Linear(8, 8),

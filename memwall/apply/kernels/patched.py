@@ -123,6 +123,7 @@ def patch_kernels(
     chunk_rows: int = 0,
     paths: Collection[str] | None = None,
     objection: Callable[[nn.Module, KernelMatch], str | None] = objection,
+    is_told: bool = True,
 ) -> PatchedKernels:
     """Replaces the forward of every norm and gated MLP of the model that a fused kernel can stand in for, and its head.
 
@@ -134,6 +135,7 @@ def patch_kernels(
         chunk_rows: rows of logits that the loss may hold at a time; 0 leaves the head alone.
         paths: of the norms and gated MLPs to look at; None for all.
         objection: what speaks against a candidate; None where nothing does.
+        is_told: whether the user has asked for kernels, and is warned where one does not run.
     """
     counts = LossCounts()
     head = head_of(model) if chunk_rows else None
@@ -162,6 +164,8 @@ def patch_kernels(
             )
         )
     patched = PatchedKernels(model, tuple(rows), replaced, counts)
+    if not is_told:
+        return patched
     if not replaced:
         _log.warning(
             "no module of %s runs a fused kernel, so allowing kernels changes nothing: %s",

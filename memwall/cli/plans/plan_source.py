@@ -8,7 +8,7 @@ from memwall.cli.options import require_file
 from memwall.integrations.hugging_face.hf_config import config_path, hub_hint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from memwall.cli.options import DiskChoice
     from memwall.machine.hardware import Hardware
@@ -31,8 +31,12 @@ class Source(NamedTuple):
     """Counts the evaluation that follows the steps of a plan; None where there is none."""
 
 
-def trace_here(source: str, tier: "DiskChoice | None") -> Source:
-    """Returns the step of a trace file, or of a factory, which is recorded here and now."""
+def trace_here(source: str, tier: "DiskChoice | None", *, allowed: "Collection[str]" = ()) -> Source:
+    """Returns the step of a trace file, or of a factory, which is recorded here and now.
+
+    Args:
+        allowed: see `device_trace`.
+    """
     from memwall.planning.recordings import Recordings
     from memwall.planning.techniques import kernels
 
@@ -41,7 +45,10 @@ def trace_here(source: str, tier: "DiskChoice | None") -> Source:
         from memwall.trace.spec import load_workload
         from memwall.trace.trace_builder import record
 
-        return recorded_with_kernels(lambda changed: with_disk(record(changed(load_workload(source))), tier))
+        return recorded_with_kernels(
+            lambda changed: with_disk(record(changed(load_workload(source))), tier),
+            is_told=kernels.TECHNIQUE.allow in allowed,
+        )
 
     trace = with_disk(load_source(source), tier)
     if Path(source).exists():
@@ -58,12 +65,14 @@ def device_trace(
     autocast: str | None,
     route: "Route" = "translate",
     is_evaluated: bool = True,
+    allowed: "Collection[str]" = (),
     **model: Any,
 ) -> Source:
     """Returns the step as the device would run it, of a trace file or a SPEC.
 
     Args:
         is_evaluated: whether an evaluation follows.
+        allowed: words that the user has allowed; what others would save is only tried, and nothing is said of it.
         model: what `device_run_of_spec` is told about a configuration's model and batches.
     """
     from msgspec.structs import replace
@@ -105,7 +114,8 @@ def device_trace(
 
         if kernels.TECHNIQUE.allow not in forms:
             return run_of(forms), None
-        return recorded_with_kernels(partial(run_of, forms), objection=without_values)
+        is_told = kernels.TECHNIQUE.allow in allowed
+        return recorded_with_kernels(partial(run_of, forms), objection=without_values, is_told=is_told)
 
     def evaluated(plan: "Plan") -> "Plan":
         run = runs[offered.intersection(technique_of(action).allow for action in plan.actions)]
