@@ -124,9 +124,9 @@ class EventLog:
         return index if index >= 0 else self._new_storage(tensor, category, birth=-1)
 
     def put_together(self, parts: list[Tensor]) -> None:
-        """Notes that the storage of these tensors was made of copies of each."""
-        index = self._find(parts[0])
-        if index >= 0:
+        """Notes that the storage of these tensors was made of copies of each, where they share one."""
+        index, *others = {self._find(part) for part in parts} or {-1}
+        if len(parts) > 1 and index >= 0 and not others:
             self.storages[index].copied = tuple(part.nbytes for part in parts)
 
     def categorise(self, tensor: Tensor, category: Category) -> None:

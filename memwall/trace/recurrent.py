@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from memwall.torch_internals.dispatch import without_dispatch
-from memwall.torch_internals.storages import identity_of
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 
@@ -64,7 +63,7 @@ def _workspace_bytes(
 
 def flatten_weights(model: nn.Module) -> None:
     """Lays the weights of each recurrent layer in one buffer, as moving it to CUDA does (`flatten_parameters`)."""
-    for layer, weights in _plain_layers(model):
+    for layer, weights in plain_layers(model):
         if {weight.dtype for weight in weights} in ({each} for each in _FLATTENED):
             num_stacked = layer.num_layers * (1 + layer.bidirectional)
             buffer = torch.empty(num_elements(weights, num_stacked), dtype=weights[0].dtype)
@@ -72,14 +71,7 @@ def flatten_weights(model: nn.Module) -> None:
                 weight.data = part.view(weight.shape)
 
 
-def gathered_weights(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Yields the weights of each recurrent layer that has them in one buffer: copies of each were there before it."""
-    for _, weights in _plain_layers(model):
-        if len(weights) > 1 and len({identity_of(weight.untyped_storage()) for weight in weights}) == 1:
-            yield weights
-
-
-def _plain_layers(model: nn.Module) -> Iterator[tuple[nn.RNNBase, list[Any]]]:
+def plain_layers(model: nn.Module) -> Iterator[tuple[nn.RNNBase, list[Any]]]:
     """Yields each recurrent layer with its weights, if these are parameters and not computed from others."""
     for layer in model.modules():
         if isinstance(layer, nn.RNNBase):

@@ -30,7 +30,7 @@ from memwall.trace.modules import ModuleTable
 from memwall.trace.op_work import OpWork, own_work_of, work_of
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Phase
-from memwall.trace.recurrent import gathered_weights
+from memwall.trace.recurrent import plain_layers
 from memwall.trace.source_lines import SourceLines, StepLines
 from memwall.trace.together import models_of
 from memwall.trace.workspaces import Workspaces
@@ -161,8 +161,8 @@ class StepRecorder(StepMode):
                     self.log.existing(local_part(parameter.grad), "gradient")
             for buffer in root.buffers():
                 self.log.existing(local_part(buffer), "buffer")
-            for weights in gathered_weights(root):
-                self.log.put_together(weights)
+            for _, weights in plain_layers(root):
+                self.log.put_together([local_part(weight) for weight in weights])
         for tensor in _state_of(optimizers):
             self.log.existing(tensor, "optimizer_state")
         self._follow_modules()
