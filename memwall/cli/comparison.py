@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from memwall.report.comparison import plan_side, run_side, snapshot_side, trace_side
+from memwall.report.comparison import plan_side, run_side, trace_side
 from memwall.report.curves import Curve, curve_of
 from memwall.report.difference import Side, Source
 from memwall.report.trace_grids import shown_steps
@@ -17,9 +17,9 @@ class ReadSide(Struct, frozen=True, kw_only=True):
 
     side: Side
     total: Curve | None = None
-    """Takes a trace's last step, over operations, for those do not vary; or a snapshot's bytes in use."""
+    """Takes a trace's last step, over operations, for those do not vary."""
     stacked: Curve | None = None
-    """The same by category; of a snapshot with what lay free."""
+    """The same by category."""
 
 
 def read_side(path: Path, kind: Source, label: str) -> ReadSide:
@@ -33,8 +33,6 @@ def read_side(path: Path, kind: Source, label: str) -> ReadSide:
     """
     if kind == "trace":
         return _read_trace(path, label)
-    if kind == "snapshot":
-        return _read_snapshot(path, label)
     if kind == "plan":
         from memwall.planning.planfile import Plan
 
@@ -55,23 +53,3 @@ def _read_trace(path: Path, label: str) -> ReadSide:
         tensors = msgspec.structs.replace(trace, base_bytes=0)
         curve = curve_of(tensors, steps[-1], f"{label}, {steps[-1].kind} step", trace_tag(trace), has_times=False)
     return ReadSide(side=trace_side(trace, str(path)), total=curve, stacked=curve)
-
-
-def _read_snapshot(path: Path, label: str) -> ReadSide:
-    from memwall.predict.snapshot.analysis import analyse_device, devices_of
-    from memwall.report.snapshot_curves import snapshot_curve
-    from memwall.trace.snapshot.read import load_snapshot
-
-    snapshot = load_snapshot(path)
-    analysed = [analyse_device(snapshot, device) for device in devices_of(snapshot)]
-    side = snapshot_side(snapshot, [analysis for analysis, _ in analysed], str(path))
-    if not analysed:
-        return ReadSide(side=side)
-    # The one that holds most.
-    analysis, timeline = analysed[0]
-    name = f"{label}, GPU {analysis.device}"
-    return ReadSide(
-        side=side,
-        total=snapshot_curve(timeline, name, is_used_only=True),
-        stacked=snapshot_curve(timeline, name),
-    )

@@ -12,14 +12,11 @@ if TYPE_CHECKING:
     from memwall.cli.comparison import ReadSide
     from memwall.report.difference import Difference
 
-_EXPECTED = (
-    "two traces (memwall profile), two plans (memwall plan), two run reports (memwall run --report), or two snapshots "
-    "(torch.cuda.memory._dump_snapshot())"
-)
+_EXPECTED = "two traces (memwall profile), two plans (memwall plan) or two run reports (memwall run --report)"
 
 
 def diff(
-    before: Annotated[Path, typer.Argument(metavar="A", help="Trace, plan, run report or CUDA memory snapshot.")],
+    before: Annotated[Path, typer.Argument(metavar="A", help="Trace, plan or run report.")],
     after: Annotated[Path, typer.Argument(metavar="B", help="Another of the same kind.")],
     fail_over: Annotated[
         str | None,

@@ -14,7 +14,6 @@ from memwall.units import format_bytes
 _AXIS_TITLES: dict[PositionUnit, str] = {
     "seconds": "seconds of computing",
     "operations": "operations",
-    "events": "events of the allocator",
 }
 # A and B: apart for the common colour blindnesses, on a light and on a dark page.
 _OVERLAID = ("#5f8fc9", "#d9731a")

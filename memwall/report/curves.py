@@ -14,7 +14,7 @@ from memwall.trace.records import Category, Step, Storage, Trace
 from memwall.trace.tags import Tag
 from memwall.units import format_bytes
 
-PositionUnit = Literal["seconds", "operations", "events"]
+PositionUnit = Literal["seconds", "operations"]
 
 MOST_POINTS = 2000
 """Limits one curve: more than a screen has columns, and few enough for a page of some megabytes."""
@@ -46,13 +46,13 @@ class PhaseBand(Struct, frozen=True, kw_only=True):
 
 
 class Curve(Struct, frozen=True, kw_only=True):
-    """Holds bytes over one step or one recording; each point holds until the next."""
+    """Holds bytes over one step; each point holds until the next."""
 
     name: str
     tag: Tag
     """How the bytes were obtained; a simulated curve is never shown as a measured one."""
     position_unit: PositionUnit
-    """Seconds since the beginning, of a step those of computing; operations or events where no times are known."""
+    """Seconds of computing since the beginning; operations where no times are known."""
     summary: str
     """Says in a few words what there is to see in it."""
     positions: tuple[float, ...]
