@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from msgspec import Struct
 
+from memwall.cli.plans.without_plan import forecast_without_plan
 from memwall.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
@@ -117,8 +118,6 @@ def show_ranks(
     if made is None:
         error: InfeasibleError = infeasible_ranks(ranks, trace, settings)
         if as_json:
-            from memwall.cli.plan import forecast_without_plan
-
             write_json(replace(forecast_without_plan(trace, error), ranks=ranks))
         else:
             note(tables_of(ranks_grids(ranks, is_explained=True), workload_facts(trace)))
