@@ -115,16 +115,7 @@ def deepspeed_config(
         raise IntegrationError(f"world_size is {ranks}; expected the number of ranks that train, 1 or more")
     parts = _parts(plan)
     placement = next((part for part in parts if part.state_tier is not None), None)
-    offloads_state = zero_of_plan is not None and zero_of_plan.offloads_state
-    state: Place = (
-        "cpu"
-        if offloads_state
-        else "none"
-        if placement is None
-        else "nvme"
-        if placement.state_tier == "disk"
-        else "cpu"
-    )
+    state = _state_place(placement, zero_of_plan)
     dtype = next((part.dtype for part in parts if part.dtype), None)
     chosen = _stage(stage, state, offload_parameters, ranks, is_lower=dtype is not None)
     is_untested = _check_optimizer(optimizer)
@@ -183,6 +174,15 @@ def remarks(plan: Plan, config: dict[str, Any]) -> tuple[str, ...]:
         peak_text = format_bytes(plan.forecast.peak.process_bytes)
         found.append(f"the forecast of {peak_text} is for one process without DeepSpeed; ZeRO {zero['stage']} differs")
     return tuple(found)
+
+
+def _state_place(placement: DeepSpeedPart | None, zero: DeepSpeedZero | None) -> Place:
+    """Returns where the optimizer's state is: by the plan for ranks, else by the action that moves it."""
+    if zero is not None and zero.offloads_state:
+        return "cpu"
+    if placement is None:
+        return "none"
+    return "nvme" if placement.state_tier == "disk" else "cpu"
 
 
 def _stage(asked: int | None, state: Place, parameters: Place, ranks: int, *, is_lower: bool) -> int:
