@@ -8,8 +8,8 @@ from setuptools import Extension, setup
 # One build for all is what a Python without the global lock does not have (setuptools refuses it there).
 IS_ONE_FOR_ALL = not sysconfig.get_config_var("Py_GIL_DISABLED")
 # Plain C without Python's headers, loaded by ctypes, so that one build serves every Python. Where no compiler is found
-# the installation goes on without it, and memwall has malloc return each large tensor, at the price of page faults,
-# zlib compute checksums, and no tables of rows.
+# the installation goes on without it: plans count what malloc keeps of freed tensors, zlib computes checksums, and
+# there are no tables of rows.
 TENSOR_HEAP = Extension(
     "memwall.native.tensor_heap",
     sources=["memwall/native/tensor_heap.c", "memwall/native/tensor_heap_hook.c"],

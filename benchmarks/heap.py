@@ -1,4 +1,4 @@
-"""What freed memory costs: torch on malloc, on mappings of its own, and on the tensor heap; predicted and measured.
+"""What freed memory costs: torch on malloc and on the tensor heap; predicted and measured.
 
     python benchmarks/heap.py [--workload NAME ...] [--rounds N] [--steps N] [--output FILE]
 
@@ -25,11 +25,11 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.malloc.malloc_calls import events_of
-from memwall.predict.malloc.malloc_policies import policy_named, replay
+from memwall.predict.malloc.malloc_replay import replay
 from memwall.predict.malloc.tensor_heap import replay_in_heap
 from memwall.trace.trace_builder import TraceBuilder
 
-WAYS = ("default", "mmap", "tensor-heap")
+WAYS = ("default", "tensor-heap")
 _RESULTS = Path(__file__).parent / "results" / "cpu" / "heap.json"
 _MIB = 1 << 20
 
@@ -42,8 +42,8 @@ def train(name: str, way: str, num_steps: int) -> dict[str, Any]:
     optimizer = workload.optimizer(model)
     return_free_memory()
     base_bytes = process_bytes() - sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    handler = AllocatorHandler()
-    handler.apply(way)
+    if way == "tensor-heap":
+        AllocatorHandler().apply(way)
     seconds, losses, faults = [], [], 0
     for number in range(2 + num_steps):
         batch = workload.batch(number)
@@ -81,12 +81,10 @@ def predict(name: str) -> dict[str, Any]:
         optimizer.zero_grad()
         builder.finish_step(optimizer)
     step = builder.trace(optimizer).steps[-1]
-    calls = events_of(step)
-    resident_bytes = {way: replay(policy_named(way), calls).peak_resident_bytes for way in ("default", "mmap")}
-    heap = replay_in_heap(events_of(step, has_small_blocks=False))
+    malloc, heap = replay(events_of(step)), replay_in_heap(events_of(step, has_small_blocks=False))
     return {
         "live_bytes": live_peak_bytes(step, "cpu"),
-        "resident_bytes": resident_bytes | {"tensor-heap": heap.peak_resident_bytes},
+        "resident_bytes": {"default": malloc.peak_resident_bytes, "tensor-heap": heap.peak_resident_bytes},
     }
 
 

@@ -173,7 +173,7 @@ def warnings_of(machine: Inspection) -> tuple[Finding, ...]:
         bool(machine.heap_problem),
         f"no tensor heap: {machine.heap_problem}",
         "install a C compiler and run pip install --force-reinstall --no-deps torch-memwall; without the heap plans on "
-        "a CPU pay for each large tensor with page faults",
+        "a CPU count what malloc keeps of freed tensors",
     )
     shm_bytes = machine.shm_total_bytes
     warn(

@@ -2,7 +2,7 @@
 
 What malloc keeps depends on small blocks between the tensors, which no trace knows: a GPT whose tensors need 807 MiB
 grew by 988 MiB (benchmarks/heap.py). A plan therefore gives tensors a heap of their own, which keeps next to
-nothing and can be replayed to the page, or else has malloc map each by itself.
+nothing and can be replayed to the page.
 """
 
 import math
@@ -16,14 +16,14 @@ from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.cuda_allocator.step_peaks import allocated_peak_bytes
 from memwall.predict.curve import live_curve, live_peak_bytes
 from memwall.predict.malloc.malloc_calls import events_of
-from memwall.predict.malloc.malloc_policies import RESTORED, MallocPolicy, policy_named, replay, unavailable_reason
+from memwall.predict.malloc.malloc_replay import replay, unavailable_reason
 from memwall.predict.malloc.tensor_heap import MIN_TENSOR_BYTES, heap_unavailable_reason, replay_in_heap
 from memwall.predict.state_on_disk import before_optimizer
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
 
 TENSOR_HEAP = "tensor-heap"
-"""Name of the way of reuse that `memwall.predict.malloc.tensor_heap` forecasts, beside malloc's policies."""
+"""Name of the way of reuse that `memwall.predict.malloc.tensor_heap` forecasts."""
 
 # Margin as a share of the bytes that the forecast adds to the base, which is itself measured; see benchmarks/knobs.py.
 _MARGIN_SHARE = 0.05
@@ -134,19 +134,23 @@ class ProcessModel(Process):
         """Nothing: this process runs already."""
 
     def free(self, step: Step) -> Resident:
-        return self._unsteered(step, policy_named("default"))
+        """Forecasts the step under malloc as it is; of more tensors than can be replayed, them alone."""
+        if not self._has_malloc or len(step.storages) > _MOST_REPLAYED_STORAGES:
+            return self.bare(step)
+        figures = replay(events_of(step))
+        return Resident(
+            policy="default",
+            is_default=True,
+            process_bytes=self._beyond_tensors + figures.peak_resident_bytes,
+            fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
+        )
 
     def untreated(self, step: Step) -> Resident:
-        # Without a tensor heap, recording parked sets malloc's own thresholds, and glibc cannot go all the way back.
-        is_changed = self._trace.is_parked and not self._has_heap
-        return self._unsteered(step, RESTORED if is_changed else policy_named("default"))
+        return self.free(step)
 
     def treated(self, step: Step, limit_bytes: int) -> Resident:
-        """Forecasts the cheapest way of reuse that keeps to the tensors' own bytes; they alone if none is known."""
-        if self._has_heap:
-            return self._in_heap(step, limit_bytes)
-        # Each large block in a mapping of its own is gone when freed: least memory, most page faults.
-        return self._by_malloc(step, policy_named("mmap"), is_default=False) if self._has_malloc else self.bare(step)
+        """Forecasts the step in the heap, which keeps to the tensors' own bytes; under malloc where there is none."""
+        return self._in_heap(step, limit_bytes) if self._has_heap else self.free(step)
 
     def crowded(self, step: Step, limit_bytes: int) -> Resident:
         return self.treated(step, limit_bytes)
@@ -198,21 +202,6 @@ class ProcessModel(Process):
             process_bytes=beyond_bytes + figures.peak_resident_bytes,
             fault_seconds=figures.fresh_bytes * self._trace.machine.heap_fault_seconds_per_byte,
             outside_bytes=self.workspace_bytes + lost_bytes + figures.small_bytes,
-        )
-
-    def _unsteered(self, step: Step, malloc: MallocPolicy) -> Resident:
-        return self._by_malloc(step, malloc, is_default=True) if self._has_malloc else self.bare(step)
-
-    def _by_malloc(self, step: Step, malloc: MallocPolicy, *, is_default: bool) -> Resident:
-        if len(step.storages) > _MOST_REPLAYED_STORAGES:
-            policy = "default" if is_default else malloc.name
-            return msgspec.structs.replace(self.bare(step), policy=policy, is_default=is_default)
-        figures = replay(malloc, events_of(step))
-        return Resident(
-            policy="default" if is_default else malloc.name,
-            is_default=is_default,
-            process_bytes=self._beyond_tensors + figures.peak_resident_bytes,
-            fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
         )
 
 

@@ -5,13 +5,11 @@ from collections.abc import Callable
 import pytest
 from warm_python import warm_python
 
-from memwall.predict.malloc.malloc_policies import unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 
 pytestmark = pytest.mark.slow
 
 needs_heap = pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_unavailable_reason())
-needs_glibc = pytest.mark.skipif(bool(unavailable_reason()), reason=f"no glibc malloc: {unavailable_reason()}")
 
 _PRELUDE = """
 import ctypes, os, threading
@@ -141,39 +139,27 @@ print(hooked_heap().figures().num_blocks)
 """) == ["[0, 1, 2, 3, 4, 5, 6, 7]", "1", "True True", "0"]
 
 
-@needs_glibc
-def test_malloc_thresholds_are_set_and_ended(output_of: OutputOf) -> None:
-    assert output_of("""
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
-libc.free.argtypes = (ctypes.c_void_p,)
-def has_own_mapping(nbytes):
-    address = libc.malloc(nbytes)
-    word = ctypes.c_size_t.from_address(address - 8).value
-    libc.free(address)
-    return bool(word & 2)
-handler.apply("mmap")
-print(has_own_mapping(MIB // 2), has_own_mapping(2 * MIB), handler.policy)
-handler.undo()
-print(has_own_mapping(2 * MIB), has_own_mapping(64 * MIB), handler.policy)
-handler.apply("default")
-print(handler.policy)
-""") == ["False True mmap", "False True None", "default"]
-
-
-def test_the_tightest_way_is_the_heap_and_without_it_mallocs_own_mappings(output_of: OutputOf) -> None:
-    expected = "tensor-heap" if not heap_unavailable_reason() else "mmap" if not unavailable_reason() else "None"
+def test_the_tightest_way_is_the_heap_if_there_is_one(output_of: OutputOf) -> None:
     assert output_of("""
 handler.apply_tight()
 print(handler.policy)
-""") == [expected]
+""") == ["None" if heap_unavailable_reason() else "tensor-heap"]
 
 
-@needs_glibc
-def test_without_the_library_a_plan_for_it_is_refused_and_mapping_is_the_tightest(output_of: OutputOf) -> None:
+def test_another_way_is_refused_in_words(output_of: OutputOf) -> None:
+    assert output_of("""
+from memwall.errors import UsageError
+try:
+    handler.apply("mmap")
+except UsageError as error:
+    print(error)
+print(handler.policy)
+""") == ["'mmap' is no allocator policy; expected tensor-heap: make the plan again", "None"]
+
+
+def test_without_the_library_a_plan_for_it_is_refused_and_malloc_stays(output_of: OutputOf) -> None:
     assert output_of("""
 import memwall.apply.memory.allocator as allocator
-import memwall.predict.malloc.tensor_heap as heap
 allocator.heap_unavailable_reason = lambda: "memwall was installed without its C library"
 try:
     handler.apply("tensor-heap")
@@ -181,7 +167,7 @@ except ApplyError as error:
     print(error)
 handler.apply_tight()
 print(handler.policy)
-""") == ["cannot give tensors a heap of their own: memwall was installed without its C library", "mmap"]
+""") == ["cannot give tensors a heap of their own: memwall was installed without its C library", "None"]
 
 
 @needs_heap

@@ -179,13 +179,6 @@ def test_a_plan_whose_setting_is_more_than_a_setting_is_refused(
     assert not Path("run.env").exists()
 
 
-def test_the_environment_gets_mallocs_thresholds(export: Export) -> None:
-    a_plan(AllocatorReuse(policy="mmap")).save("plan.json")
-    found = export("env", "run.env")
-    assert Path("run.env").read_text() == "MALLOC_MMAP_THRESHOLD_=1048576\nMALLOC_TRIM_THRESHOLD_=1048576\n"
-    assert found["kinds"] == []
-
-
 def test_people_read_what_memwall_must_still_do(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert main(["export", "plan.json", "--to", "trainer", "-o", "arguments.json"]) == 0
     shown = capsys.readouterr().out

@@ -121,7 +121,7 @@ def test_table_ends_with_warnings(monkeypatch: pytest.MonkeyPatch, capsys: pytes
             {"heap_problem": "the tensor heap needs Linux; this is darwin"},
             "no tensor heap: the tensor heap needs Linux; this is darwin",
             "install a C compiler and run pip install --force-reinstall --no-deps torch-memwall; without the heap "
-            "plans on a CPU pay for each large tensor with page faults",
+            "plans on a CPU count what malloc keeps of freed tensors",
         ),
         (
             {"shm_total_bytes": 64 << 20},

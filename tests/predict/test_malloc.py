@@ -12,15 +12,14 @@ import pytest
 
 from memwall.errors import UsageError
 from memwall.machine.tiers import Machine
-from memwall.predict.malloc import malloc_policies as subject
+from memwall.predict.malloc import malloc_replay as subject
 from memwall.predict.malloc.malloc_calls import StepEvents, events_of, repeated
-from memwall.predict.malloc.malloc_process import ALLOCATE, FREE, MOVE, SET_POLICY, STEP, resident_pages
+from memwall.predict.malloc.malloc_process import ALLOCATE, FREE, MOVE, STEP, resident_pages
 from memwall.predict.process import ProcessModel
 from memwall.trace.records import Category, Op, Phase, Step, Storage, Trace
 
 MIB = 1 << 20
 BLOCK = 100 << 10
-DEFAULT, MMAP = (subject.policy_named(name) for name in ("default", "mmap"))
 
 pytestmark = pytest.mark.skipif(
     bool(subject.unavailable_reason()), reason=f"no glibc malloc: {subject.unavailable_reason()}"
@@ -75,25 +74,15 @@ def comb(num_blocks: int) -> StepEvents:
 # -- pages -----------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_with_own_mappings_are_resident_only_while_they_live() -> None:
-    out = StepEvents()
-    slots = [out.allocate(ALLOCATE, MIB) for _ in range(40)]
-    out.free(slots[::2])
-    out.free([out.allocate(ALLOCATE, 2 * MIB) for _ in range(10)] + slots[1::2])
-    pages = subject.replay(MMAP, out, num_steps=1)
-    assert 40 * MIB <= pages.peak_resident_bytes <= 40 * (MIB + 8192)
-    assert pages.fresh_bytes >= 60 * MIB
-
-
 def test_gaps_that_nothing_fits_stay_resident_in_mallocs_heap() -> None:
-    pages = subject.replay(DEFAULT, comb(400), num_steps=1)
+    pages = subject.replay(comb(400), num_steps=1)
     assert 590 * BLOCK <= pages.peak_resident_bytes <= 610 * BLOCK
 
 
 def test_by_default_a_heap_shrinks_when_its_end_is_freed() -> None:
     out = StepEvents()
     out.free([out.allocate(ALLOCATE, 100 << 10) for _ in range(200)][::-1])
-    pages = subject.replay(DEFAULT, out, num_steps=2)
+    pages = subject.replay(out, num_steps=2)
     assert pages.peak_resident_bytes >= 200 * 100 << 10
     # What stays is the top pad and the last blocks above the trim threshold, however Python's own heap lies before it.
     assert pages.fresh_bytes > 0.9 * pages.peak_resident_bytes
@@ -107,31 +96,31 @@ def test_pages_shared_by_two_blocks_count_once() -> None:
     assert figures[0]["peak_resident_bytes"] == 2 * page
 
 
-def test_the_same_replay_gives_the_same_answer() -> None:
+def test_the_same_replay_gives_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [(7919 * n) % 900_000 + 1 for n in range(400)]
     storages = [storage(size, n, min(n + 1 + size % 97, 400)) for n, size in enumerate(sizes)]
     events = events_of(step(storages, ["forward"] * 200 + ["backward"] * 200))
-    found = [subject.replay(policy, events, num_steps=2) for policy in (DEFAULT, DEFAULT, MMAP, MMAP)]
-    assert found[0] == found[1]
-    assert found[2] == found[3]
+    first = subject.replay(events, num_steps=2)
+    monkeypatch.setattr(subject, "_replays", {})
+    assert subject.replay(events, num_steps=2) == first
 
 
 def test_a_replay_leaves_its_forecast_and_none_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN a process that plans and then trains WHEN a step was replayed THEN its megabytes of events are gone."""
-    ran: list[str] = []
+    ran: list[int] = []
 
-    def forecast(policy: subject.MallocPolicy, *_: object) -> subject.MallocForecast:
-        ran.append(policy.name)
+    def forecast(events: bytes, *_: object) -> subject.MallocForecast:
+        ran.append(len(events))
         return subject.MallocForecast(peak_resident_bytes=1, fresh_bytes=0)
 
     monkeypatch.setattr(subject, "_replays", {})
     monkeypatch.setattr(subject, "_replayed", forecast)
-    for policy in (DEFAULT, DEFAULT, MMAP, DEFAULT):
-        subject.replay(policy, comb(5000), num_steps=2)
-    assert ran == ["default", "mmap"]
+    for num_blocks in (5000, 5000, 4000, 5000):
+        subject.replay(comb(num_blocks), num_steps=2)
+    assert len(ran) == 2
     assert len(pickle.dumps(subject._replays)) < 4096
     for num_steps in range(1, 40):
-        subject.replay(DEFAULT, comb(10), num_steps=num_steps)
+        subject.replay(comb(10), num_steps=num_steps)
     assert len(subject._replays) == 16
 
 
@@ -139,7 +128,7 @@ def test_ten_thousand_calls_replay_in_a_fraction_of_a_second() -> None:
     out = StepEvents()
     for _ in range(50):
         out.free([out.allocate(ALLOCATE, 300_000 + 64 * n) for n in range(100)])
-    pages = subject.replay(DEFAULT, out, num_steps=1, timeout_s=5.0)
+    pages = subject.replay(out, num_steps=1, timeout_s=5.0)
     assert len(out.events) // 3 == 10_000
     assert pages.peak_resident_bytes > 30_000_000
 
@@ -176,7 +165,6 @@ def test_what_outlives_a_step_takes_the_place_of_what_the_next_one_expects() -> 
     assert triples(repeated(steady, 2)) == [
         (ALLOCATE, 0, 5000),
         (ALLOCATE, 1, 700),
-        (SET_POLICY, 0, 0),
         (STEP, 0, 0),
         (FREE, 1, 0),
         (ALLOCATE, 2, 700),
@@ -191,29 +179,25 @@ def test_a_gradient_that_lives_until_it_is_zeroed_does_not_pile_up() -> None:
     events = events_of(
         step([storage(MIB, -1, 1, category="gradient"), storage(MIB, 1, 2, category="gradient")], ["backward"] * 2)
     )
-    assert MIB < subject.replay(MMAP, events, num_steps=4).peak_resident_bytes < 1.5 * MIB
-
-
-# -- policies --------------------------------------------------------------------------------------------------------
-
-
-def test_only_the_default_needs_nothing_applied() -> None:
-    assert [policy.is_default for policy in (DEFAULT, MMAP, subject.RESTORED)] == [True, False, False]
-
-
-def test_an_unknown_policy_is_an_error_that_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError) as error:
-        subject.policy_named("tight")
-    assert str(error.value) == "'tight' is no malloc policy; expected one of default, mmap"
+    live: dict[int, int] = {}
+    for kind, slot, nbytes in triples(repeated(events, 4)):
+        if kind == MOVE:
+            live[slot] = live.pop(nbytes)
+        elif kind == FREE:
+            del live[slot]
+        elif kind != STEP:
+            live[slot] = nbytes
+        assert sum(live.values()) < 1.5 * MIB
+    assert sum(live.values()) > MIB
 
 
 def test_address_space_that_malloc_refuses_is_a_typed_error() -> None:
     out = StepEvents()
     out.free([out.allocate(ALLOCATE, 1 << 60)])
     with pytest.raises(UsageError) as error:
-        subject.replay(MMAP, out, num_steps=1)
+        subject.replay(out, num_steps=1)
     assert str(error.value) == (
-        "replaying 4 allocations under the malloc policy 'mmap' failed: event 2: malloc refused to reserve "
+        "replaying 3 allocations failed: event 1: malloc refused to reserve "
         "1152921504606846976 bytes of address space; see whether the address space is limited (ulimit -v)"
     )
 
@@ -222,8 +206,8 @@ def test_without_glibc_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "platform", "darwin")
     assert subject.unavailable_reason()
     with pytest.raises(UsageError) as error:
-        subject.replay(DEFAULT, StepEvents())
-    assert str(error.value) == "cannot replay allocations: malloc policies need Linux with glibc; this is darwin"
+        subject.replay(StepEvents())
+    assert str(error.value) == "cannot replay allocations: that needs Linux with glibc; this is darwin"
 
 
 # -- against a real process ------------------------------------------------------------------------------------------
@@ -239,8 +223,6 @@ libc.free.argtypes = (ctypes.c_void_p,)
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
-for key, value in json.loads(sys.argv[1]):
-    assert libc.mallopt(key, value)
 slots, base = {}, status("VmRSS")
 for position in range(0, len(events), 3):
     kind, slot, nbytes = events[position : position + 3]
@@ -253,16 +235,14 @@ print(status("VmHWM") - base)
 """
 
 
-@pytest.mark.parametrize("name", ["default", "mmap"])
-def test_a_process_that_writes_the_same_blocks_gets_as_large_as_predicted(name: str) -> None:
-    policy = subject.policy_named(name)
+def test_a_process_that_writes_the_same_blocks_gets_as_large_as_predicted() -> None:
     sizes = [(104729 * n) % 1_500_000 + 100_000 for n in range(120)]
     storages = [storage(size, n, 240 - n) for n, size in enumerate(sizes)]
     storages += [storage(size + 5000, 120 + n, 122 + n) for n, size in enumerate(sizes[:-2])]
     events = events_of(step(storages, ["forward"] * 120 + ["backward"] * 120), has_small_blocks=False)
-    predicted_bytes = subject.replay(policy, events, num_steps=1).peak_resident_bytes
+    predicted_bytes = subject.replay(events, num_steps=1).peak_resident_bytes
     done = subprocess.run(
-        [sys.executable, "-S", "-c", _TOUCH, json.dumps(subject.settings_of(policy))],
+        [sys.executable, "-S", "-c", _TOUCH],
         input=json.dumps(list(events.events)),
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Where CPU tensors' memory comes from and goes to: a heap of their own, or malloc with other thresholds; and back."""
+"""Where CPU tensors' memory comes from and goes to: a heap of their own, or malloc."""
 
 import ctypes
 import errno
@@ -8,10 +8,9 @@ import os
 import psutil
 import torch
 
-from memwall.errors import ApplyError
+from memwall.errors import ApplyError, UsageError
 from memwall.machine.meter import process_bytes, process_peak_bytes, return_free_memory
 from memwall.patches import Patches
-from memwall.predict.malloc.malloc_policies import RESTORED, policy_named, settings_of, unavailable_reason
 from memwall.predict.malloc.tensor_heap import (
     MIN_TENSOR_BYTES,
     TORCH_LIBRARY,
@@ -57,46 +56,41 @@ def hooked_heap() -> TensorHeap:
 
 
 class AllocatorHandler:
-    """Holds at most one way of reuse at a time.
+    """Has tensors in the process's heap, from `apply` to `undo`.
 
     `undo` sends new tensors to malloc again; those in the heap stay there until they are freed, and its free pages go
-    back to the system. Of malloc, it sets the thresholds that glibc's own rule ends at: once anything was set, glibc no
-    longer adapts them.
+    back to the system.
     """
 
     def __init__(self) -> None:
         self.policy: str | None = None
-        """Names what is in force; None for torch's and malloc's own."""
+        """Names what is in force; None for malloc."""
         self._heap: TensorHeap | None = None
         self._limit_bytes = self._outside_bytes = self._others_bytes = self._peak_before_bytes = 0
         self._most_outside_bytes = 0
         self._patches = Patches("has CPU tensors allocated in another way")
 
     def apply(self, policy: str, limit_bytes: int = 0, outside_bytes: int = 0) -> None:
-        """Sets a way of reuse; it replaces the one in force. To be called between steps.
+        """Sets a way of reuse, or another limit for it. To be called between steps.
 
         Args:
+            policy: "tensor-heap"; there is no other.
             limit_bytes: process bytes from which on the tensor heap returns free pages before it takes new ones.
             outside_bytes: of these, what each step needs outside the heap and gives back.
 
         Raises:
-            ApplyError: it cannot be had in this process; then torch's own is in force.
+            ApplyError: it cannot be had in this process; then malloc is in force.
             UsageError: there is none of that name.
         """
-        if policy == TENSOR_HEAP:
-            if self._heap is None:
-                self.undo()
-                self._heap = _own_heap(self)
-                self._patches.add("native function", f"malloc's in {TORCH_LIBRARY.decode()}", _release_heap)
-            self._limit_bytes, self._outside_bytes = limit_bytes, outside_bytes
-            self._others_bytes = self._present_others_bytes()
-            self._peak_before_bytes, self._most_outside_bytes = self._heap.figures().peak_resident_bytes, 0
-            self.hold_limit()
-        else:
-            self.undo()
-            if _set_malloc(policy):
-                restored = settings_of(RESTORED)
-                self._patches.add("setting", "mallopt of glibc", lambda: _mallopt(restored))
+        if policy != TENSOR_HEAP:
+            raise UsageError(f"'{policy}' is no allocator policy; expected {TENSOR_HEAP}: make the plan again")
+        if self._heap is None:
+            self._heap = _own_heap(self)
+            self._patches.add("native function", f"malloc's in {TORCH_LIBRARY.decode()}", _release_heap)
+        self._limit_bytes, self._outside_bytes = limit_bytes, outside_bytes
+        self._others_bytes = self._present_others_bytes()
+        self._peak_before_bytes, self._most_outside_bytes = self._heap.figures().peak_resident_bytes, 0
+        self.hold_limit()
         self.policy = policy
         _log.debug("tensors are allocated under '%s'", policy)
 
@@ -104,8 +98,6 @@ class AllocatorHandler:
         """Sets the way with the least memory, see `apply`; nothing where there is none."""
         if not heap_unavailable_reason():
             self.apply(TENSOR_HEAP, limit_bytes, outside_bytes)
-        elif not unavailable_reason():
-            self.apply("mmap")
 
     def hold_limit(self, room_bytes: int = 0) -> None:
         """Holds the heap to its limit anew, before each step at least: what else the process holds may have changed.
@@ -239,25 +231,3 @@ def _release_heap() -> None:
     assert library is not None
     library.heap_unhook()
     _owners.clear()
-
-
-def _set_malloc(policy: str) -> bool:
-    """Returns whether anything had to be set."""
-    settings = settings_of(policy_named(policy))
-    if not settings:
-        return False
-    reason = unavailable_reason()
-    if reason:
-        raise ApplyError(f"cannot set the malloc policy '{policy}': {reason}")
-    refused = _mallopt(settings)
-    if refused is not None:
-        _mallopt(settings_of(RESTORED))
-        parameter, value = refused
-        raise ApplyError(f"cannot set the malloc policy '{policy}': glibc refused mallopt({parameter}, {value})")
-    return True
-
-
-def _mallopt(settings: tuple[tuple[int, int], ...]) -> tuple[int, int] | None:
-    """Sets them all; the first that is refused."""
-    libc = ctypes.CDLL(None)
-    return next(((p, value) for p, value in settings if libc.mallopt(p, value) != 1), None)

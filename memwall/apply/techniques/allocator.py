@@ -1,6 +1,4 @@
-"""Allocator reuse: how freed memory is kept or returned, on a CPU by a heap or thresholds, on CUDA by a setting."""
-
-import ctypes
+"""Allocator reuse: how freed memory is kept or returned, on a CPU by a heap, on CUDA by a setting."""
 
 import msgspec
 import torch
@@ -10,12 +8,7 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.memory.cuda_setting import effective_setting, require_cuda_setting, restore_variables
 from memwall.apply.technique import Handler, Target, Zero, register
 from memwall.planning.techniques.allocator import AllocatorReuse
-from memwall.predict.malloc.malloc_policies import policy_named
 from memwall.predict.malloc.tensor_heap import MIN_TENSOR_BYTES
-from memwall.predict.process import TENSOR_HEAP
-
-# Another thread may free a block between two looks.
-_NUM_LOOKS = 8
 
 
 @register("allocator")
@@ -59,11 +52,8 @@ class AllocatorEffect(Effect):
         self._action, self._allocator = action, allocator
         if action.cuda_setting:
             self.name, self.expected = "allocator setting", f"torch uses {action.cuda_setting}"
-        elif action.policy == TENSOR_HEAP:
-            self.expected = f"tensors from {MIN_TENSOR_BYTES} bytes lie in the tensor heap"
         else:
-            threshold_bytes = policy_named(action.policy).mmap_threshold_bytes
-            self.expected = f"tensors from {threshold_bytes} bytes have a mapping of their own"
+            self.expected = f"tensors from {MIN_TENSOR_BYTES} bytes lie in the tensor heap"
 
     def is_seen(self) -> bool:
         """Returns whether there is something to see: nothing before CUDA starts."""
@@ -73,43 +63,4 @@ class AllocatorEffect(Effect):
         if self._action.cuda_setting:
             found = effective_setting() if torch.cuda.is_initialized() else self._action.cuda_setting
             return "" if found == self._action.cuda_setting else f"it uses '{found}'"
-        if self._action.policy == TENSOR_HEAP:
-            return (
-                "" if self._allocator.takes_tensors() else "a new tensor lies elsewhere: another allocator came after"
-            )
-        threshold_bytes = policy_named(self._action.policy).mmap_threshold_bytes
-        if threshold_bytes is None or _maps_alone(2 * threshold_bytes):
-            return ""
-        return "a new tensor lies in malloc's heap: the threshold was set again, or another malloc is in use"
-
-
-class _MallocInfo(ctypes.Structure):
-    """Mirrors struct mallinfo2 of glibc's malloc.h."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
-def _maps_alone(num_bytes: int) -> bool:
-    """Returns whether new tensors get a mapping of their own; True where the C library (glibc < 2.33) does not say.
-
-    malloc looks among what it has free before it maps anything, whatever the threshold. So there are as many tensors as
-    that could hold, and then some; their pages are never touched.
-    """
-    look = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if look is None:
-        return True
-    look.restype = _MallocInfo
-    for _ in range(_NUM_LOOKS):
-        before = look()
-        held: list[torch.Tensor] = []
-        while len(held) * num_bytes <= before.fordblks + num_bytes:
-            held.extend(torch.empty(num_bytes, dtype=torch.uint8) for _ in range(len(held) or 1))
-            if look().hblks > before.hblks:
-                return True
-    return False
+        return "" if self._allocator.takes_tensors() else "a new tensor lies elsewhere: another allocator came after"

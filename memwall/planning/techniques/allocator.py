@@ -8,16 +8,15 @@ from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.technique import Technique
 from memwall.predict.cuda_allocator.advice import VARIABLES
 from memwall.predict.cuda_allocator.allocator_settings import is_well_formed
-from memwall.predict.malloc.malloc_policies import policy_named
-from memwall.predict.process import TENSOR_HEAP, Resident
+from memwall.predict.process import Resident
 from memwall.units import format_bytes
 
 
 class AllocatorReuse(Action, frozen=True, kw_only=True, tag="allocator"):
-    """Keeps or returns freed memory: a heap for tensors or malloc thresholds on a CPU, a string on CUDA."""
+    """Keeps or returns freed memory: by a heap for tensors on a CPU, by a string on CUDA."""
 
     policy: str
-    """"tensor-heap", or a malloc policy as `predict.malloc` lists them."""
+    """"tensor-heap", or "cuda-settings"."""
     limit_bytes: int = 0
     """Process bytes from which on the tensor heap returns free pages before it takes new ones; 0 for none."""
     outside_bytes: int = 0
@@ -75,16 +74,7 @@ class _Allocator(Technique[AllocatorReuse]):
                 f"the plan's allocator setting '{action.cuda_setting}' has a '>', which a shell takes for "
                 "a redirection; name the intervals above the last one (each power of two up to 32768) in its place"
             )
-        if action.cuda_setting:
-            return dict.fromkeys(VARIABLES, action.cuda_setting)
-        if action.policy == TENSOR_HEAP:
-            return None
-        policy = policy_named(action.policy)
-        thresholds = {
-            "MALLOC_MMAP_THRESHOLD_": policy.mmap_threshold_bytes,
-            "MALLOC_TRIM_THRESHOLD_": policy.trim_threshold_bytes,
-        }
-        return {name: str(value) for name, value in thresholds.items() if value is not None}
+        return dict.fromkeys(VARIABLES, action.cuda_setting) if action.cuda_setting else None
 
     def required_cuda_setting(self, action: AllocatorReuse) -> str:
         return action.cuda_setting

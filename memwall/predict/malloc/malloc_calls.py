@@ -1,4 +1,4 @@
-"""A recorded step as calls to malloc: what `malloc_policies.replay` replays."""
+"""A recorded step as calls to malloc: what `malloc_replay.replay` replays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 
-from memwall.predict.malloc.malloc_process import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, SET_POLICY, STEP
+from memwall.predict.malloc.malloc_process import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, STEP
 from memwall.trace.records import Step
 
 # What lives beside a storage: its header and its tensor's (c10/core/StorageImpl.h, TensorImpl.h), and small change. The
@@ -89,7 +89,7 @@ def events_of(step: Step, *, has_small_blocks: bool = True) -> StepEvents:
 
 
 def repeated(step: StepEvents, num_steps: int) -> array[int]:
-    """Returns one sequence of calls: what stands before the first step, the policy, and the step so many times.
+    """Returns one sequence of calls: what stands before the first step, and the step so many times.
 
     What outlives a step is what stands before the next, matched by size: a gradient that lives until it is zeroed takes
     its predecessor's place. What the next step does not know is freed, what it misses is allocated.
@@ -97,7 +97,6 @@ def repeated(step: StepEvents, num_steps: int) -> array[int]:
     events: array[int] = array("q")
     wanted = {slots: nbytes for nbytes, slots in step.before}
     _link(events, {}, wanted)
-    events.extend((SET_POLICY, 0, 0))
     for number in range(num_steps):
         events.extend((STEP, 0, 0))
         if number > 0:

@@ -1,10 +1,10 @@
 """The process that replays a sequence of allocations against this machine's malloc, without touching the memory.
 
-`malloc_policies` starts this file as `python -S -s -P`: a fresh heap, no torch, and the C library that the training
+`malloc_replay` starts this file as `python -S -s -P`: a fresh heap, no torch, and the C library that the training
 process would use. It first makes the calls and notes the addresses, and only then works out which
 pages were resident, so that its own bookkeeping allocates nothing between two replayed calls.
 
-Standard input: one line of JSON (`mallopt`: pairs of parameter and value; `num_events`), then `num_events` triples of
+Standard input: one line of JSON (`num_events`), then `num_events` triples of
 native int64 (kind, slot, nbytes). Standard output: one line of JSON, a list with one object per replayed step.
 """
 
@@ -25,9 +25,7 @@ ALLOCATE_SMALL = 1
 FREE = 2
 STEP = 3
 """A new step begins: figures are kept per step."""
-SET_POLICY = 4
-"""The request's mallopt pairs are set: what was allocated before met malloc's own defaults."""
-MOVE = 5
+MOVE = 4
 """The block of the slot in the third number is now known by the slot in the second."""
 
 # c10/core/alignment.h: gAlignment.
@@ -38,7 +36,7 @@ _CHUNK_HEADER_BYTES = 16
 _IS_MMAPPED = 2
 
 
-def _perform(events: Sequence[int], settings: list[list[int]]) -> tuple[array[int], array[int], array[int]]:
+def _perform(events: Sequence[int]) -> tuple[array[int], array[int], array[int]]:
     """Makes the calls; per event: the address (0 if none), whether it has a mapping of its own, the heap's end."""
     libc = ctypes.CDLL(None)
     memalign, malloc, free, sbrk = libc.memalign, libc.malloc, libc.free, libc.sbrk
@@ -64,10 +62,6 @@ def _perform(events: Sequence[int], settings: list[list[int]]) -> tuple[array[in
             mapped[index] = read_size_word(address - _SIZE_WORD_BYTES).value & _IS_MMAPPED
         elif kind == MOVE:
             slots[events[position + 1]] = slots[events[position + 2]]
-        elif kind == SET_POLICY:
-            for parameter, value in settings:
-                if libc.mallopt(parameter, value) != 1:
-                    raise ValueError(f"mallopt({parameter}, {value}) was refused by this C library")
         heap_ends[index] = sbrk(0)
         position += 3
     return addresses, mapped, heap_ends
@@ -151,8 +145,8 @@ def _main() -> int:
     events = array("q")
     events.frombytes(sys.stdin.buffer.read(24 * request["num_events"]))
     try:
-        addresses, mapped, heap_ends = _perform(events, request["mallopt"])
-    except (MemoryError, ValueError, OSError) as error:
+        addresses, mapped, heap_ends = _perform(events)
+    except (MemoryError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     steps = resident_pages(events, addresses, mapped, heap_ends, os.sysconf("SC_PAGE_SIZE"))

@@ -1,6 +1,5 @@
 """An action that was applied and does nothing stops the run: one way to fail silently, and more, for each kind."""
 
-import ctypes
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.autocast import Autocast
 from memwall.planning.techniques.kernels import FusedKernels
 from memwall.planning.techniques.recompute import Recompute
-from memwall.predict.malloc.malloc_policies import unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_library, heap_unavailable_reason
 from memwall.session.session import Session
 
@@ -256,25 +254,6 @@ def test_a_heap_whose_hook_something_else_takes_away() -> None:
     with pytest.raises(
         NoEffectError, match=r"allocator policy tensor-heap has no effect: .* a new tensor lies elsewhere"
     ):
-        run()
-
-
-@pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason())
-def test_a_malloc_threshold_that_something_else_sets() -> None:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def run() -> None:
-        with Session(plan=plan_of(model, AllocatorReuse(policy="mmap"))) as session:
-            session.attach(model, optimizer)
-            loss = model(torch.ones(8, WIDTH)).sum()
-            filled = [torch.empty(6 << 20, dtype=torch.uint8) for _ in range(2)]
-            ctypes.CDLL(None).mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD
-            loss.backward()
-            del filled
-            optimizer.step()
-
-    with pytest.raises(NoEffectError, match=r"allocator policy mmap has no effect: .* the threshold was set again"):
         run()
 
 

@@ -1,7 +1,6 @@
 """The watch for actions without effect concludes nothing from steps that show nothing."""
 
 import copy
-import ctypes
 import logging
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from memwall.planning.techniques.accumulate import Accumulate
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.autocast import Autocast
 from memwall.planning.techniques.recompute import Recompute
-from memwall.predict.malloc.malloc_policies import RESTORED, settings_of, unavailable_reason
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.session.session import Session
 
@@ -108,28 +106,3 @@ def test_the_watch_ends_once_everything_was_seen(tmp_path: Path) -> None:
         assert session._live.in_effect.applied.effects._open == []
         assert len(model._forward_hooks) == len(plain._forward_hooks)
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-@pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason())
-def test_a_malloc_that_serves_tensors_from_what_it_has_free() -> None:
-    """GIVEN free memory between blocks in use WHEN a plan has malloc map tensors THEN that is no objection."""
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_size_t],
-        [ctypes.c_void_p],
-    )
-    libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: so large that nothing is mapped
-    blocks = [libc.malloc(size) for _ in range(6) for size in (4 << 20, 1 << 20)]
-    model = Model()
-    try:
-        with Session(plan=plan_of(model, AllocatorReuse(policy="mmap"))) as session:
-            for block in blocks[::2]:
-                libc.free(block)
-            train(session, model)
-            assert session.failure is None
-    finally:
-        for block in blocks[1::2]:
-            libc.free(block)
-        for setting in settings_of(RESTORED):
-            libc.mallopt(*setting)
