@@ -1,9 +1,12 @@
 """A run from its first forward on: when a step is committed, and what the first update of a new process puts back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memwall.apply.optimizer_state.kept_space import KeptSpace
 from memwall.checkpoint.commits import Commits, find_on_disk
@@ -13,9 +16,13 @@ from memwall.checkpoint.refusals import steps_beside, steps_in_between
 from memwall.checkpoint.starting_point import StartingPoint
 from memwall.checkpoint.surroundings import Surroundings
 from memwall.checkpoint.training_state import parts_of_optimizer
+from memwall.errors import MemwallError
+from memwall.patches import Patches
 from memwall.store.journal import Journal
 from memwall.torch_internals.autograd import current_node
+from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import trains
+from memwall.trace.together import models_of
 
 
 class BegunRun:
@@ -34,6 +41,7 @@ class BegunRun:
 
     Attributes:
         commits: writes them, and knows the last one.
+        failure: what ended the run, as far as a forward or an update met it.
     """
 
     def __init__(
@@ -53,6 +61,7 @@ class BegunRun:
         self._start, self._beside, self._instants, self._space = start, beside, instants, space
         self._plan_in_effect, self._ending = plan_in_effect, ending
         self.commits = Commits(journal, step=start.step)
+        self.failure: MemwallError | None = None
         self._ends_here = False
         """Whether the run ends with the next commit, for which all is taken down."""
 
@@ -61,6 +70,22 @@ class BegunRun:
         steps_done = self._instants.steps_done
         return steps_done > self.commits.step and (self._ends_here or steps_done % self._every == 0)
 
+    def listen(self, patches: Patches) -> None:
+        """Has the model's forwards and all optimizers' steps call this, until the patches are undone."""
+        for each in models_of(self._model):
+            patches.push(attach_hook(each.register_forward_pre_hook, self._before_forward))
+        patches.hook(register_optimizer_step_pre_hook, self._before_step)
+        patches.hook(register_optimizer_step_post_hook, self._after_step)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Keeps what fails as what has ended the run."""
+        try:
+            yield
+        except MemwallError as error:
+            self.failure = error.without_frames()
+            raise
+
     def at_loop_top(self, position: int) -> None:
         """Takes down what an iteration begins with."""
         self._ends_here = self._ending is not None and self._ending.is_asked
@@ -68,15 +93,18 @@ class BegunRun:
             self._beside.look_beside(self._model)
         self._beside.loop.at_top(position, is_due=self._is_due)
 
-    def before_forward(self) -> None:
+    def _before_forward(self, *_: Any) -> None:
         """Commits the step before, in the first forward after it; a run that is to end ends here."""
-        if current_node() is not None:
-            return
-        if not torch.is_grad_enabled():
-            if self._instants.is_between_steps and self._is_due:
-                self._beside.loop.keep_buffers(self._model)
-        elif self._instants.called():
-            self._step_begins()
+        if self.failure is not None:
+            raise self.failure.without_frames()
+        with self._noting_failure():
+            if current_node() is not None:
+                return
+            if not torch.is_grad_enabled():
+                if self._instants.is_between_steps and self._is_due:
+                    self._beside.loop.keep_buffers(self._model)
+            elif self._instants.called():
+                self._step_begins()
 
     def _step_begins(self) -> None:
         if self._ending is not None:
@@ -88,7 +116,11 @@ class BegunRun:
             self.commits.writer.wait()
             self._ending.end()
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        with self._noting_failure():
+            self._update_begins(optimizer)
+
+    def _update_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Has an update wait for what is written, and puts the optimizers' state back before the first one.
 
         Raises:
@@ -119,7 +151,7 @@ class BegunRun:
         self.commits.check_first()
         self._start.wait_for_all(self.commits.step)
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Counts the step of an optimizer that is committed."""
         if optimizer in self._beside.optimizers:
             self._instants.stepped()

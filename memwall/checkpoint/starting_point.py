@@ -1,12 +1,19 @@
-"""The step that a process begins at: none, the last of its own, one that all ranks have, or one of another number."""
+"""The step that a process begins at, and how it is put there.
+
+None, the last of its own, one that all ranks have, or one of another number of ranks.
+"""
 
 import logging
+
+from torch import nn
 
 from memwall.checkpoint.committed import Committed
 from memwall.checkpoint.rank_folders import RankFolders
 from memwall.checkpoint.redivision import redivided
 from memwall.checkpoint.restoration import Restoration
+from memwall.checkpoint.surroundings import Surroundings
 from memwall.checkpoint.together import Together
+from memwall.checkpoint.training_state import restore_random_states
 from memwall.errors import StoreError, UsageError
 from memwall.store.journal import Journal
 
@@ -85,6 +92,58 @@ class StartingPoint:
         _log.info(
             "%s: continuing from step %d, the last one that all ranks have committed", self._journal.directory, step
         )
+
+    def enter_loop(self, beside: Surroundings, num_steps: int) -> int:
+        """Puts the process where the last one was at the top of its loop, as far as it can be found.
+
+        Returns:
+            The iteration to begin with.
+
+        Raises:
+            UsageError: the checkpoint was made without something that the loop goes on with, or with something else.
+        """
+        if self.restoration is None:
+            return 0
+        saved = self.restoration.objects["loop"]
+        begin = beside.loop.restore(saved, self._journal.directory)
+        # A loop that has nothing left to do never calls its model, and then saves it.
+        model = self.restoration.find_model(beside.variables)
+        if model is None:
+            beside.look_beside(None)
+        else:
+            self.restoration.restore_model(model)
+            beside.look(model)
+            if begin >= num_steps and beside.optimizers:
+                self.restoration.restore_state(model, beside.optimizers, lambda _: None)
+        restore_random_states(saved["random"])
+        return begin
+
+    def enter_forward(self, beside: Surroundings, model: nn.Module, *, was_asked: bool) -> nn.Module:
+        """Puts the process where the last one was, from within the first forward of its model.
+
+        Args:
+            was_asked: whether the script has asked how many steps are done.
+
+        Returns:
+            The model, its parts in the order of the checkpoint.
+
+        Raises:
+            UsageError: the script would begin anew with its data.
+            StoreError: the checkpoint is of another model.
+        """
+        assert self.restoration is not None
+        if not was_asked:
+            raise UsageError(
+                f"the run in {self._journal.directory} has done {self.step} steps, but this script does not ask for "
+                "that and would begin with its first batch again; loop over `for step in memwall.steps(NUM_STEPS)`, or "
+                "begin at `memwall.resumed_steps()` and pass over the data of the steps before"
+            )
+        model = self.restoration.in_order(model, beside.variables)
+        if self.restoration.model is None or {*self.restoration.model.parameters()} != {*model.parameters()}:
+            self.restoration.restore_model(model)
+        if not beside.loop.is_open:
+            restore_random_states(self.restoration.objects["random"])
+        return model
 
     def wait_for_all(self, step: int) -> None:
         """Returns once all ranks have their last commit on disk: what was before it may be written over from now on.

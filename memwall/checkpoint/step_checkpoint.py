@@ -6,13 +6,11 @@ and its backward run; the next update waits for them. What a forward changes, bu
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memwall.apply.optimizer_state.kept_space import KeptSpace
 from memwall.checkpoint.begun_run import BegunRun
@@ -23,15 +21,13 @@ from memwall.checkpoint.refusals import check_told_apart
 from memwall.checkpoint.starting_point import StartingPoint
 from memwall.checkpoint.surroundings import Surroundings
 from memwall.checkpoint.together import Together
-from memwall.checkpoint.training_state import fingerprint_of, parts_of_model, restore_random_states
+from memwall.checkpoint.training_state import fingerprint_of, parts_of_model
 from memwall.checkpoint.writer import CommitTimes
 from memwall.errors import MemwallError, UsageError
 from memwall.patches import Patches
 from memwall.planning.planfile import Plan
 from memwall.store.backend import SystemBackend
 from memwall.store.journal import Journal
-from memwall.trace.attached import attach_hook
-from memwall.trace.together import models_of
 
 
 class StepCheckpoint:
@@ -48,7 +44,6 @@ class StepCheckpoint:
 
     Attributes:
         run_directory: the folder that the user named; of one of several ranks, the one that has the folders of all.
-        failure: what ended the run.
         recovered_bytes, recovery_seconds: of what it had committed, all of which was read and verified.
         times: of this process's commits, once it has finished.
         space: where state that lives on disk is to be written.
@@ -72,7 +67,7 @@ class StepCheckpoint:
         self.directory = self.run_directory = os.path.abspath(directory)  # a script may go to another folder
         self._journal = Journal(self.directory, backend=backend)
         self._every = every
-        self.failure: MemwallError | None = None
+        self._failure: MemwallError | None = None
         self.plan_in_effect: Callable[[], bytes | None] = lambda: None
         """Gives each commit the plan file to be kept with it."""
         self.space = KeptSpace(self._journal.pool)
@@ -93,6 +88,11 @@ class StepCheckpoint:
         self._was_asked = False
         self._ending = None if together is not None else Ending()
         self._patches = Patches("commits steps to a checkpoint")
+
+    @property
+    def failure(self) -> MemwallError | None:
+        """Returns what ended the run."""
+        return self._failure or (None if self._begun is None else self._begun.failure)
 
     @property
     def resumed_steps(self) -> int:
@@ -156,22 +156,7 @@ class StepCheckpoint:
         self._beside.loop.begin(stateful)
         self._beside.variables.look()
         self._instants.at_top()
-        restoration = self._start.restoration
-        if restoration is None:
-            return 0
-        saved = restoration.objects["loop"]
-        begin = self._beside.loop.restore(saved, self.directory)
-        # A loop that has nothing left to do never calls its model, and then saves it.
-        model = restoration.find_model(self._beside.variables)
-        if model is None:
-            self._beside.look_beside(None)
-        else:
-            restoration.restore_model(model)
-            self._beside.look(model)
-            if begin >= num_steps and self._beside.optimizers:
-                restoration.restore_state(model, self._beside.optimizers, lambda _: None)
-        restore_random_states(saved["random"])
-        return begin
+        return self._start.enter_loop(self._beside, num_steps)
 
     def at_loop_top(self, position: int) -> None:
         """Takes down what an iteration begins with; to be called before it fetches its batch."""
@@ -200,35 +185,24 @@ class StepCheckpoint:
             UsageError: the script would begin anew with its data.
             StoreError: the checkpoint is of another model, or there is no room.
         """
-        with self._noting_failure():
+        try:
             self._begun = self._begin(model)
             check_told_apart(self.directory, model, self._beside.variables)
-        for each in models_of(model):
-            self._patches.push(attach_hook(each.register_forward_pre_hook, self._before_forward))
-        self._patches.hook(register_optimizer_step_pre_hook, self._before_step)
-        self._patches.hook(register_optimizer_step_post_hook, self._after_step)
+        except MemwallError as error:
+            self._failure = error.without_frames()
+            raise
+        self._begun.listen(self._patches)
         if self._ending is not None:
             self._ending.listen(self._patches)
 
     def _begin(self, model: nn.Module) -> BegunRun:
         self._agree()
-        restoration = self._start.restoration
         self.prepare(model)
-        if restoration is None:
+        if self.is_new:
             parts = parts_of_model(model)
             self._journal.data.reserve(2 * sum(part.tensor.nbytes for part in parts))
-        elif not self._was_asked:
-            raise UsageError(
-                f"the run in {self.directory} has done {self.resumed_steps} steps, but this script does not ask for "
-                "that and would begin with its first batch again; loop over `for step in memwall.steps(NUM_STEPS)`, or "
-                "begin at `memwall.resumed_steps()` and pass over the data of the steps before"
-            )
         else:
-            model = restoration.in_order(model, self._beside.variables)
-            if restoration.model is None or {*restoration.model.parameters()} != {*model.parameters()}:
-                restoration.restore_model(model)
-            if not self._beside.loop.is_open:
-                restore_random_states(restoration.objects["random"])
+            model = self._start.enter_forward(self._beside, model, was_asked=self._was_asked)
         self._beside.look(model)
         return BegunRun(
             model,
@@ -248,18 +222,19 @@ class StepCheckpoint:
         What fails is in `failure`.
         """
         self._patches.undo()
+        self._failure = self.failure
         begun, self._begun = self._begun, None
         try:
-            if begun is not None and self.failure is None:
+            if begun is not None and self._failure is None:
                 begun.finish(has_last_step=completed)
             restoration = self._start.restoration
-            if completed and self.failure is None and restoration is not None and restoration.model is None:
+            if completed and self._failure is None and restoration is not None and restoration.model is None:
                 raise UsageError(
                     f"the script ended without continuing the run in {self.directory}, which has done "
                     f"{self.resumed_steps} steps: its model was never trained, and nothing was loaded into it"
                 )
         except MemwallError as error:
-            self.failure = self.failure or error.without_frames()
+            self._failure = self._failure or error.without_frames()
         finally:
             if begun is not None:
                 self.times = begun.commits.writer.times
@@ -275,33 +250,6 @@ class StepCheckpoint:
             self._start.close()
             if not self.space.is_used:
                 self._journal.close()
-
-    # -- hooks -------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        """Keeps what fails as what has ended the run."""
-        try:
-            yield
-        except MemwallError as error:
-            self.failure = error.without_frames()
-            raise
-
-    def _before_forward(self, *_: Any) -> None:
-        if self.failure is not None:
-            raise self.failure.without_frames()
-        if self._begun is not None:
-            with self._noting_failure():
-                self._begun.before_forward()
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._begun is not None:
-            with self._noting_failure():
-                self._begun.before_step(optimizer)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._begun is not None:
-            self._begun.after_step(optimizer)
 
     # -- what has been trained elsewhere -----------------------------------------------------------------------------
 
