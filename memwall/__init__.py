@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from memwall.logs import follow_environment as _follow_environment
 
 if TYPE_CHECKING:
-    from memwall.apply.optimizer_state.master_weights import with_master_weights as with_master_weights
     from memwall.apply.shard import shard as shard
     from memwall.checkpoint.files import import_checkpoint as import_checkpoint
     from memwall.checkpoint.resumption import resumed_steps as resumed_steps
@@ -71,7 +70,6 @@ _HOMES = {
     "resumed_steps": "memwall.checkpoint.resumption",
     "shard": "memwall.apply.shard",
     "steps": "memwall.checkpoint.resumption",
-    "with_master_weights": "memwall.apply.optimizer_state.master_weights",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

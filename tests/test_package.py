@@ -51,7 +51,6 @@ PUBLIC_NAMES = [
     "resumed_steps",
     "shard",
     "steps",
-    "with_master_weights",
 ]
 INSPECT_IMPORT = """
 import json, logging, os, sys, warnings

@@ -62,7 +62,6 @@ STATE = {
     "memwall.apply.offload.engine._hidden": _FOREVER,
     "memwall.torch_internals.saved.described": "itself, at 1024 texts",
     "memwall.predict.malloc.malloc_replay._replays": "itself, at 16 forecasts",
-    "memwall.apply.optimizer_state.master_weights._made": "nothing: one class for each class of optimizer",
     "memwall.apply.blocks.numpy_random._last": "the next state that is asked for",
     "memwall.apply.streaming.parameter_tier._usual_references": _FOREVER,
     "memwall.machine.device_sharers._before": "note_sharers, when a run begins",

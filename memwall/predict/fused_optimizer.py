@@ -9,19 +9,13 @@ from memwall.trace.records import Step, Storage, Trace
 
 # What foreach implementations of these make new tensors with; the fused ones advance their counters by others.
 _PRODUCTS = ("aten._foreach_sqrt.", "aten._foreach_add.", "aten._foreach_mul.", "aten._foreach_neg.")
-# How `memwall.apply.optimizer_state.master_weights` takes over what somebody else has written into a parameter.
-_MASTERS = "aten.where.self_out"
 _COUNTER_BYTES = 8
 
 
 def can_fuse(trace: Trace) -> bool:
-    """Whether the optimizer made temporaries by foreach kernels, and could run `fused=True` on a CUDA device.
-
-    Not where it has master weights: these have temporaries of their own, which would stay.
-    """
+    """Whether the optimizer made temporaries by foreach kernels, and could run `fused=True` on a CUDA device."""
     names = [trace.names[op.name] for op in trace.steps[-1].ops if op.phase == "optimizer"]
-    has_masters = _MASTERS in names
-    return trace.optimizer in FUSED_ON_CUDA and not has_masters and any(n.startswith(_PRODUCTS) for n in names)
+    return trace.optimizer in FUSED_ON_CUDA and any(n.startswith(_PRODUCTS) for n in names)
 
 
 def with_fused_optimizer(trace: Trace) -> Trace:

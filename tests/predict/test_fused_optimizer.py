@@ -7,7 +7,6 @@ import pytest
 import torch
 from fake_steps import record_fake
 
-from memwall.apply.optimizer_state.master_weights import with_master_weights
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.cuda_allocator.step_peaks import step_peaks
@@ -69,14 +68,3 @@ def test_it_holds_what_a_recording_with_the_fused_kernel_holds(name: str, width:
 )
 def test_it_is_not_offered_where_it_cannot_be_or_saves_nothing(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     assert not can_fuse(traced(make))
-
-
-def test_it_is_not_offered_beside_master_weights_whose_own_temporaries_would_stay() -> None:
-    def adamw(parameters: Any) -> torch.optim.Optimizer:
-        return with_master_weights(torch.optim.AdamW)(parameters, foreach=True)
-
-    assert can_fuse(traced(adamw))  # of float32 parameters there are none
-    low = traced(adamw, torch.bfloat16)
-    assert not can_fuse(low)
-    state = sum(s.nbytes for s in low.steps[-1].storages if s.category == "optimizer_state" and s.nbytes > 4096)
-    assert state == 6 * 3 * 4 * 512 * 512

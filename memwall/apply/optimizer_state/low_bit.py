@@ -14,7 +14,6 @@ from torch import Tensor
 
 from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.optimizer_state.low_bit_form import load_torchao, opened
-from memwall.apply.optimizer_state.master_weights import has_master_weights
 from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import ApplyError, MemwallError
@@ -44,11 +43,6 @@ class LowBitMoments:
             raise ApplyError(
                 "the plan keeps moments in 8 bits, which is known for torch.optim's Adam and AdamW, and "
                 f"{kind.__module__}.{kind.__qualname__} steps this model; make a plan without --allow low-bit-optimizer"
-            )
-        if has_master_weights(optimizer):
-            raise ApplyError(
-                "the plan keeps moments in 8 bits, and this optimizer keeps float32 master weights beside them; make a "
-                "plan without --allow low-bit-optimizer"
             )
         self.optimizer = optimizer
         self.inner_step = inner_step_of(optimizer, kept="in 8 bits")

@@ -117,21 +117,17 @@ def without_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def is_stepped_alone(kind: Any) -> bool:
-    """Returns whether it is one of the classes named, inherits its step from one, or adds master weights to it."""
+    """Returns whether it is one of the classes named, or inherits its step from one."""
     known: Any = known_class(kind)
-    step = below_hooks(kind.step)
     return (
         known is not None
         and known.__name__ in STEPPED_ALONE
-        and getattr(step, "steps_as", step) is below_hooks(known.step)
+        and below_hooks(kind.step) is below_hooks(known.step)
         and group_initialiser_of(kind) is group_initialiser_of(known)
     )
 
 
 def below_hooks(step: Any) -> Callable[..., Any]:
-    """Returns what torch wrapped in the code that calls step hooks (`Optimizer.profile_hook_step`).
-
-    Its attribute `steps_as` is the step that it is in other numbers (`memwall.apply.optimizer_state.master_weights`).
-    """
+    """Returns what torch wrapped in the code that calls step hooks (`Optimizer.profile_hook_step`)."""
     inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return inner

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memwall.apply.optimizer_state.master_weights import MASTER, has_master_weights, is_low_precision
 from memwall.apply.optimizer_state.partial_step import Part
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.store.buckets import Bucket, DiskSpace, Entry, can_move, padded_bytes
@@ -130,17 +129,10 @@ def expected_state_bytes(
 ) -> int:
     """Returns the bytes of state that may leave memory: what there is, or what such optimizers usually make."""
     state = optimizer.state.get(parameter)
-    has_master = is_low_precision(parameter) and has_master_weights(optimizer)
     if state:
         here = [holder[key] for holder, key in state_entries(optimizer, parameter, min_bytes, device)]
         away = [value for value in state.values() if isinstance(value, Tensor) and value.is_meta]
-        if not has_master:
-            return padded_bytes(tensor.numel() * tensor.element_size() for tensor in (*here, *away))
-        # What was loaded from an optimizer without masters is put into float32, and gets one.
-        elements = [tensor.numel() for tensor in (*here, *away)] + [parameter.numel()] * (MASTER not in state)
-        return padded_bytes(number * torch.float32.itemsize for number in elements)
+        return padded_bytes(tensor.numel() * tensor.element_size() for tensor in (*here, *away))
     ratio = _LARGER_RATIO if group.get("amsgrad") or group.get("centered") else _USUAL_RATIO
     num_bytes = parameter.numel() * parameter.element_size()
-    if has_master:
-        ratio, num_bytes = ratio + 1, parameter.numel() * torch.float32.itemsize
     return 0 if num_bytes < min_bytes else num_bytes * ratio
