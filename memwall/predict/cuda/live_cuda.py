@@ -14,6 +14,7 @@ from memwall.predict.cuda.reductions import Multiprocessors
 from memwall.predict.cuda.workspaces import CudaWorkspaces
 from memwall.predict.cuda_allocator.held_blocks import Held, Range, UsedBlock
 from memwall.predict.gradient_sums import with_sums_in_place
+from memwall.predict.linear_biases import with_biases_in_place
 from memwall.trace.records import Trace
 
 
@@ -40,8 +41,9 @@ def with_library_workspaces(trace: Trace, device: torch.device) -> Trace:
 
 
 def as_plain(trace: Trace) -> Trace:
-    """Returns a trace recorded on CUDA with the gradients summed as they are while nobody watches."""
-    return msgspec.structs.replace(trace, steps=tuple(with_sums_in_place(step, trace.names) for step in trace.steps))
+    """Returns a trace recorded on CUDA with gradients summed and biases added as they are while nobody watches."""
+    biased = (with_biases_in_place(step, trace.names, trace.modules) for step in trace.steps)
+    return msgspec.structs.replace(trace, steps=tuple(with_sums_in_place(step, trace.names) for step in biased))
 
 
 def held_here(device: torch.device) -> Held | None:

@@ -16,6 +16,7 @@ from memwall.predict.cuda.cublas import with_cublas_workspaces
 from memwall.predict.cuda.cuda_device import cuda_device_of
 from memwall.predict.cuda.recording import CudaRecording
 from memwall.predict.gradient_sums import with_sums_in_place
+from memwall.predict.linear_biases import with_biases_in_place
 from memwall.predict.roofline import Roofline, with_least_seconds
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
@@ -44,6 +45,7 @@ def translated(trace: Trace, hardware: Hardware, *, autocast: Autocast = "none",
     if trace.device == "cpu" and trace.source == "recorded":  # measured on another machine
         steps = tuple(with_least_seconds(step, trace, Roofline(hardware)) for step in steps)
     if trace.device == "cpu":
+        steps = tuple(with_biases_in_place(step, trace.names, trace.modules) for step in steps)
         steps = tuple(_on_device(step, number, trace.names, hardware) for number, step in enumerate(steps))
     return msgspec.structs.replace(
         trace,

@@ -1,0 +1,70 @@
+"""Linear layers of what is not contiguous: a plain step adds their biases in place, a watched one does not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.translate import translated
+from memwall.predict.linear_biases import with_biases_in_place
+from memwall.trace.records import Trace
+from memwall.trace.trace_builder import record
+from memwall.trace.workload import Workload
+
+ROWS, WIDTH = 64, 32
+RESULT = ROWS * ROWS * WIDTH * 4
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Transposed(nn.Module):
+    """Runs a linear layer, or the same written by hand, over a transposed input."""
+
+    def __init__(self, *, is_by_hand: bool) -> None:
+        super().__init__()
+        self.before, self.layer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.is_by_hand = is_by_hand
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.before(x)).transpose(0, 1)
+        return torch.tanh(x @ self.layer.weight.t() + self.layer.bias if self.is_by_hand else self.layer(x))
+
+
+@pytest.fixture
+def step_of(workload_of: Callable[..., Workload]) -> Callable[..., Trace]:
+    """(is_by_hand) -> two steps, recorded on real tensors."""
+    return lambda is_by_hand: record(
+        workload_of(lambda: Transposed(is_by_hand=is_by_hand), lambda: torch.ones(ROWS, ROWS, WIDTH))
+    )
+
+
+def results_of(trace: Trace) -> list[int]:
+    """Returns the bytes of what the step's products and sums make in forward, as large as a layer's result."""
+    step = trace.steps[-1]
+    names = {number: trace.names[op.name] for number, op in enumerate(step.ops) if op.phase == "forward"}
+    made = [storage for storage in step.storages if names.get(storage.birth) in ("aten.mm.default", "aten.add.Tensor")]
+    return [storage.nbytes for storage in made if storage.nbytes == RESULT]
+
+
+def test_a_layer_adds_its_bias_to_the_product(step_of: Callable[..., Trace]) -> None:
+    trace = step_of(is_by_hand=False)
+    assert results_of(trace) == [RESULT] * 2  # what the recorder made torch do
+    on_device = translated(trace, hardware_named("l4"))
+    assert results_of(on_device) == [RESULT]
+    step, changed = trace.steps[-1], on_device.steps[-1]
+    assert len(changed.saved) == len(step.saved)
+    assert all(changed.storages[saving.storage].nbytes for saving in changed.saved if saving.nbytes)
+
+
+def test_a_sum_written_by_hand_is_a_tensor_of_its_own(step_of: Callable[..., Trace]) -> None:
+    trace = step_of(is_by_hand=True)
+    assert results_of(translated(trace, hardware_named("l4"))) == [RESULT] * 2
+
+
+def test_a_product_that_backward_reads_is_left_alone(step_of: Callable[..., Trace]) -> None:
+    """GIVEN a step in which the product is alive after the sum THEN nothing changes."""
+    trace = step_of(is_by_hand=True)
+    step = trace.steps[-1]
+    assert with_biases_in_place(step, trace.names, trace.modules) == step
