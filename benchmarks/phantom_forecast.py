@@ -47,7 +47,8 @@ def foreseen(family: str, precision: Precision, optimizer: str, hardware: Hardwa
     first, *steady = peaks_of(run.training.steps)
     if run.evaluation is None:
         raise RuntimeError(f"no evaluation was recorded: {run.failure}")
-    phases = Phases((run.training.steps[0], steady_step(run.training)), run.evaluation.steps[0])
+    evaluated, after = (*run.evaluation.steps, None)[:2]
+    phases = Phases((run.training.steps[0], steady_step(run.training)), evaluated, after_evaluation=after)
     simulated = phases.peaks(profile_for(str(torch.__version__))[0])
     assert simulated is not None, "a device without end is never full"
     found = {

@@ -81,10 +81,11 @@ def estimate(
     context_bytes = hardware.context_bytes[0]
     model = DeviceModel(trace, hardware, torch_version)
     steady = steady_step(trace)
-    evaluated = None if evaluation is None else evaluation.steps[0]
+    evaluated, after = (*(() if evaluation is None else evaluation.steps), None, None)[:2]
 
     def phases_in(run: Run) -> Phases:
-        return Phases((run.trace.steps[0], steady_step(run.trace)), evaluated, num_batches=run.num_micro_batches)
+        steps = run.trace.steps[0], steady_step(run.trace)
+        return Phases(steps, evaluated, after_evaluation=after, num_batches=run.num_micro_batches)
 
     def simulated(run: Run, capacity_bytes: int | None = None) -> dict[str, PhasePeak] | None:
         phases = untreated if run.trace is trace else phases_in(run)

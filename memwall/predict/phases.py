@@ -71,20 +71,30 @@ class Phases:
     Args:
         steps: a first and a steady one, translated.
         evaluation: translated; None leaves the phase out.
+        after_evaluation: the training step that follows it, where that is not like the steady one.
         num_batches: micro-batches of a step, see `with_waiting_batches`.
         resumed: a steady step with all that stands after a state dict was loaded; None for the steady one given.
     """
 
     def __init__(
-        self, steps: tuple[Step, Step], evaluation: Step | None, *, num_batches: int = 1, resumed: Step | None = None
+        self,
+        steps: tuple[Step, Step],
+        evaluation: Step | None,
+        *,
+        after_evaluation: Step | None = None,
+        num_batches: int = 1,
+        resumed: Step | None = None,
     ) -> None:
         first, steady = (with_waiting_batches(step, num_batches) for step in steps)
+        after = steady if after_evaluation is None else with_waiting_batches(after_evaluation, num_batches)
         loaded = steady if resumed is None else resumed
         self._host, self._loaded_host = host_bytes_of(steps[1]), host_bytes_of(loaded)
         self._evaluation_host = None if evaluation is None else host_bytes_of(evaluation)
         self._built = _events(_standing_alone(steady, "parameter", "buffer"))
         self._resuming = _events(_standing_alone(loaded, "parameter", "buffer", "optimizer_state"))
-        evaluated = () if evaluation is None else (_between_steps(evaluation, steady), *([steady] * NUM_STEADY))
+        evaluated = (
+            () if evaluation is None else (_between_steps(evaluation, steady), after, *([steady] * (NUM_STEADY - 1)))
+        )
         self.run = _events(first, *([steady] * NUM_STEADY), *evaluated, _standing_alone(steady))
         """Holds the steps of the run in order: a first and steady ones; evaluated, that and steady ones after it; and
         what stands between steps at the end."""

@@ -32,6 +32,7 @@ from memwall.trace.op_work import OpWork
 from memwall.trace.optimizers import leaves_foreach_to_torch
 from memwall.trace.records import Trace
 from memwall.trace.recurrent import flatten_weights
+from memwall.trace.seeding import made_hearing, with_step_after_seeding
 from memwall.trace.spec import describe_error
 from memwall.trace.trace_builder import TraceBuilder, run_evaluated, run_recorded
 from memwall.trace.workload import Workload
@@ -48,7 +49,10 @@ class RecordedRun(Struct, frozen=True, kw_only=True):
 
     training: Trace
     evaluation: Trace | None
-    """A trace of one step, the evaluation of one batch; None where that failed, or was not asked for."""
+    """A trace of the evaluation of one batch; None where that failed, or was not asked for.
+
+    Where the training step after it is not like the others, it is the trace's second step.
+    """
     failure: str = ""
     """Why there is no evaluation; "" where there is one, or none was asked for."""
 
@@ -84,6 +88,7 @@ def record_fake_run(
         choices=choices,
     ) as run:
         batch, *evaluated = run.batches
+        num_micro_batches = min(num_micro_batches, MOST_MICRO_BATCHES)
         training = run_recorded(
             run.builder,
             workload,
@@ -91,12 +96,15 @@ def record_fake_run(
             run.optimizer,
             batch,
             num_steps=_NUM_STEPS,
-            num_micro_batches=min(num_micro_batches, MOST_MICRO_BATCHES),
+            num_micro_batches=num_micro_batches,
         )
         if not evaluated:
             return RecordedRun(training=training, evaluation=None)
+        trained = run.builder, workload, run.model, run.optimizer
         try:
-            evaluation = run_evaluated(run.builder, workload, run.model, run.optimizer, *evaluated)
+            evaluation = run_evaluated(*trained, *evaluated)
+            if run.is_seeding[-1]:
+                evaluation = with_step_after_seeding(evaluation, *trained, batch, num_micro_batches=num_micro_batches)
         except Exception as error:  # whatever a model's own code raises; the training steps stand all the same
             failure = str(error) if isinstance(error, MemwallError) else describe_error(error)
             return RecordedRun(training=training, evaluation=None, failure=failure)
@@ -110,6 +118,8 @@ class FakeRun(NamedTuple):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: tuple[Any, ...]
+    is_seeding: tuple[bool, ...]
+    """Whether making each of the batches has seeded the random generators of CUDA devices."""
     values: KnownValues
     """Those of the model's buffers and of the batches that are known, within."""
 
@@ -168,10 +178,11 @@ def fake_run(
         if target == "cuda":
             _choose_foreach(optimizer)
         place.outside = "making the batch"
-        made = [tree_map(lambda value: _with_values(value, fake_mode, values), make()) for make in batches]
+        made = [made_hearing(make) for make in batches]
+        fakes = [tree_map(lambda value: _with_values(value, fake_mode, values), batch) for batch, _ in made]
         if choices is not None:
             contexts.enter_context(choices)
-        yield FakeRun(builder, model, optimizer, tuple(made), values)
+        yield FakeRun(builder, model, optimizer, tuple(fakes), tuple(seeds for _, seeds in made), values)
 
 
 class _Place:

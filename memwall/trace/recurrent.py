@@ -71,6 +71,11 @@ def flatten_weights(model: nn.Module) -> None:
                 weight.data = part.view(weight.shape)
 
 
+def drops_between_layers(model: nn.Module) -> bool:
+    """Tells whether a recurrent layer drops values between the layers that it stacks, which takes random state."""
+    return any(isinstance(layer, nn.RNNBase) and layer.dropout > 0 for layer in model.modules())
+
+
 def plain_layers(model: nn.Module) -> Iterator[tuple[nn.RNNBase, list[Any]]]:
     """Yields each recurrent layer with its weights, if these are parameters and not computed from others."""
     for layer in model.modules():

@@ -344,6 +344,11 @@ class StepRecorder(StepMode):
             return args[0].device
         if self._paused or self._saved_hooks is None:
             return func(*args, **kwargs)
+        in_pieces = self.workspaces.in_pieces(func)
+        return self._recorded(func, args, kwargs) if in_pieces is None else in_pieces(self._recorded, *args)
+
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator and records it."""
         log = self.log
         for gathered in self._gathered.tensors:
             log.note_size(gathered)

@@ -278,7 +278,7 @@ def run_evaluated(
     """Returns the trace of one evaluation: the loss of a batch, without gradients, beside the optimizer's state.
 
     What the model returns is let go once its loss is there, as the Trainer of transformers does where it computes no
-    metrics (trainer.py, `prediction_step` with `prediction_loss_only`). The model stays in evaluation mode.
+    metrics (trainer.py, `prediction_step` with `prediction_loss_only`).
 
     Args:
         builder: has recorded the training steps before.
@@ -286,6 +286,7 @@ def run_evaluated(
     Raises:
         TraceError: the workload's loss does not call the model.
     """
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     builder.start_step(optimizer)
     try:
@@ -294,4 +295,6 @@ def run_evaluated(
         step = builder.finish_step(optimizer, is_evaluation=True)
     finally:
         builder.cancel_step()
+        for module, is_training in modes:
+            module.training = is_training
     return msgspec.structs.replace(builder.trace(optimizer), steps=(step,))

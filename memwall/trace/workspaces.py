@@ -5,7 +5,7 @@ The allocator reports every allocation to torch's legacy profiler, which is chea
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,6 +106,13 @@ class Workspaces:
                 live_bytes += num_bytes
                 workspace.peak_bytes = max(workspace.peak_bytes, live_bytes)
             self.known[key] = workspace
+
+    def in_pieces(self, func: Any) -> Callable[..., Any] | None:
+        """Returns what runs an operator as several, between which it lets go of memory; None where it is one.
+
+        It is called with what runs and records an operator, `(func, args, kwargs) -> out`, and with the arguments.
+        """
+        return None
 
     def in_order(self, func: Any, results: list[Tensor]) -> list[Tensor]:
         """Returns an operator's results in the order in which they are allocated: as they are returned, by default."""

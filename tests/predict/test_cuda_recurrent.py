@@ -166,3 +166,68 @@ def test_an_evaluation_reads_no_random_state_of_dropout(workload_of: Callable[..
         for trace in (found.training, found.evaluation)
     )
     assert (in_training, in_evaluation) == ([3 * MIB], [])
+
+
+def dropping(workload_of: Callable[..., Workload], *, dropout: float = 0.1) -> Workload:
+    """Returns a step of an LSTM of two layers, and values dropped between them."""
+    batch = lambda: torch.ones(SAMPLES, TOKENS, WIDTH)  # noqa: E731
+    return workload_of(lambda: First(lstm(num_layers=2, dropout=dropout)), batch)
+
+
+def seeded_batch() -> Tensor:
+    torch.manual_seed(0)
+    return torch.ones(SAMPLES, TOKENS, WIDTH)
+
+
+def evaluated(workload: Workload, batch: Callable[[], Tensor]) -> Trace:
+    """Returns the evaluation, and the training step after it where that is not like the others."""
+    recording = recording_for(hardware_named("h100-80gb"))
+    run = record_fake_run(workload, batch, workspaces=recording.workspaces, choices=recording.choices())
+    assert run.evaluation is not None
+    return run.evaluation
+
+
+def test_after_seeding_the_random_state_of_dropout_is_made_anew(workload_of: Callable[..., Workload]) -> None:
+    """Source: CUDAGeneratorImpl.cpp, `no_reset_rnn_state_`: the old one goes once the new one is there."""
+    _, after = evaluated(dropping(workload_of), seeded_batch).steps
+    old, new = (storage for storage in after.storages if storage.nbytes == 3 * MIB)
+    assert (old.birth, new.death) == (-1, len(after.ops))
+    assert 0 <= new.birth < old.death <= new.birth + 2
+
+
+@pytest.mark.parametrize(("dropout", "is_seeded"), [(0.1, False), (0.0, True)])
+def test_a_step_that_no_seed_changes_is_not_recorded_again(
+    dropout: float, is_seeded: bool, workload_of: Callable[..., Workload]
+) -> None:
+    workload = dropping(workload_of, dropout=dropout)
+    assert len(evaluated(workload, seeded_batch if is_seeded else workload.make_batch).steps) == 1
+
+
+def test_backward_lets_go_of_what_it_copied_before_it_finds_gradients_of_weights(run: Callable[..., Trace]) -> None:
+    """Source: native/cudnn/RNN.cpp, `_cudnn_rnn_backward_input`, `_cudnn_rnn_backward_weight`."""
+    trace = run(lstm)
+    step = trace.steps[-1]
+    of_data, of_weights = (
+        number for number, op in enumerate(step.ops) if trace.names[op.name] == "aten._cudnn_rnn_backward.default"
+    )
+    copies = [each for each in step.storages if each.birth == of_data and each.dtype == "uint8"]
+    assert copies
+    assert all(each.death == of_weights for each in copies)
+    (gradient,) = (each for each in step.storages if each.birth == of_weights and each.category == "gradient")
+    assert gradient.nbytes == sum(weight.nbytes for weight in lstm().parameters())
+
+
+def test_autocast_casts_weights_first_and_the_data_last(run: Callable[..., Trace]) -> None:
+    """As torch 2.13 is seen to: cudnn/AutocastRNN.cpp has the casts among the arguments of a call."""
+    step = run(lstm, is_cast=True).steps[-1]
+    halves = [each.nbytes for each in step.storages if each.dtype == "float16" and each.phase == "forward"]
+    weights, state = sum(weight.numel() for weight in lstm().parameters()), SAMPLES * WIDTH
+    assert halves[:4] == [2 * weights, 2 * state, 2 * state, 2 * POSITIONS * WIDTH]
+
+
+def test_weights_of_a_layer_without_biases_are_read_where_they_are(run: Callable[..., Trace]) -> None:
+    """Source: native/cudnn/RNN.cpp, `try_get_weight_buf`: they share a buffer with room for biases."""
+    step = run(lambda: lstm(bias=False)).steps[-1]
+    room = 2 * 4 * WIDTH * 4
+    nbytes = sum(weight.nbytes for weight in lstm(bias=False).parameters()) + room
+    assert nbytes not in [each.nbytes for each in step.storages if each.phase == "forward"]

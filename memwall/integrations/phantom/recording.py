@@ -24,6 +24,7 @@ from memwall.torch_internals.trees import tree_flatten, tree_map
 from memwall.trace.fake import MOST_MICRO_BATCHES, RecordedRun, fake_run
 from memwall.trace.fake_results import biases_in_place
 from memwall.trace.records import Trace
+from memwall.trace.seeding import with_step_after_seeding
 from memwall.trace.spec import describe_error
 from memwall.trace.trace_builder import TraceBuilder, run_evaluated, run_recorded
 from memwall.trace.workload import Workload
@@ -52,6 +53,7 @@ def record_on_phantom(
     with fake_run(workload, [workload.make_batch, eval_batch], values_kind=DeviceValues) as run:
         fakes, model = run.batches, run.model
         followed = [*model.buffers(), *(leaf for leaf in tree_flatten(fakes)[0] if isinstance(leaf, Tensor))]
+        is_seeding = run.is_seeding[-1]
         known = {id(fake): run.values.value_of(fake) for fake in followed}
     device = torch.device("cuda", 0)
     place = _Place()
@@ -65,18 +67,14 @@ def record_on_phantom(
         optimizer = workload.make_optimizer(model)
         blocks = OwnBlocks(device)
         place.builder = builder = TraceBuilder([model], seconds_of=Roofline(hardware), workspaces=blocks)
-        training = run_recorded(
-            builder,
-            workload,
-            model,
-            optimizer,
-            batch,
-            num_steps=_NUM_STEPS,
-            num_micro_batches=min(num_micro_batches, MOST_MICRO_BATCHES),
-        )
+        trained = builder, workload, model, optimizer
+        num_micro_batches = min(num_micro_batches, MOST_MICRO_BATCHES)
+        training = run_recorded(*trained, batch, num_steps=_NUM_STEPS, num_micro_batches=num_micro_batches)
         evaluation, failure = None, ""
         try:
-            evaluation = run_evaluated(builder, workload, model, optimizer, evaluated)
+            evaluation = run_evaluated(*trained, evaluated)
+            if is_seeding:
+                evaluation = with_step_after_seeding(evaluation, *trained, batch, num_micro_batches=num_micro_batches)
         except Exception as error:  # whatever a model's own code raises; the training steps stand all the same
             failure = str(error) if isinstance(error, MemwallError) else describe_error(error)
     steps = training.steps if evaluation is None else (*training.steps, *evaluation.steps)

@@ -20,7 +20,7 @@ from memwall.predict.cuda.cuda_device import CudaDevice
 from memwall.predict.cuda.heard_autocast import HeardAutocast
 from memwall.predict.cuda.recurrent import cuda_recurrent
 from memwall.predict.cuda.results import cuda_results
-from memwall.predict.cuda.workspaces import CudaWorkspaces
+from memwall.predict.cuda.workspaces import FakeCudaWorkspaces
 from memwall.torch_internals.operators import library_for_now
 
 
@@ -32,7 +32,7 @@ class CudaRecording:
     """
 
     def __init__(self, device: CudaDevice) -> None:
-        self.workspaces = CudaWorkspaces(device)
+        self.workspaces = FakeCudaWorkspaces(device)
         # Torch would switch it off without a device.
         self._autocast = HeardAutocast(of="cuda", on="cpu")
         self._device = device

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memwall.predict.cuda.recurrent import RECURRENT_RESULTS
+from memwall.predict.cuda.recurrent_memory import RECURRENT_RESULTS
 from memwall.torch_internals.dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten

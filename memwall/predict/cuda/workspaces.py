@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memwall.predict.cuda.attention_workspaces import ATTENTION_FORMULAS
 from memwall.predict.cuda.cuda_device import CudaDevice
-from memwall.predict.cuda.recurrent import RECURRENT_FORMULAS, in_order
+from memwall.predict.cuda.recurrent_memory import PIECE_FORMULAS, RECURRENT_FORMULAS, RECURRENT_PIECES, in_order
 from memwall.predict.cuda.reducing_operators import REDUCING_FORMULAS
 from memwall.torch_internals.operators import operator_named
 from memwall.trace.op_work import own_work_of
@@ -57,6 +57,18 @@ class CudaWorkspaces(Workspaces):
     def in_order(self, func: Any, results: list[Tensor]) -> list[Tensor]:
         """Returns results in the order of allocation, in which dropout's mask is first: Dropout.cu, `dropout_cuda`."""
         return results[::-1] if func is _aten.native_dropout.default else in_order(func, results)
+
+
+class FakeCudaWorkspaces(CudaWorkspaces):
+    """Knows them for a step on fake tensors, in which operators can be taken to pieces as no kernel allows."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        super().__init__(device)
+        self._formulas = self._formulas | PIECE_FORMULAS
+
+    def in_pieces(self, func: Any) -> Callable[..., Any] | None:
+        """Returns what runs an operator as several, where that is known."""
+        return RECURRENT_PIECES.get(func)
 
 
 def _embedding_backward(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:

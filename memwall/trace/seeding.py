@@ -1,0 +1,68 @@
+"""Hears when the random generators of CUDA devices are seeded, and records the training step that finds them so.
+
+The next step makes the random state of a recurrent layer's dropout anew, while the one before is still there.
+
+Source: torch/random.py, `manual_seed`; aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `no_reset_rnn_state_`;
+native/cudnn/RNN.cpp, `get_dropout_state` (torch 2.13).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from memwall.patches import Patches
+from memwall.trace.records import Trace
+from memwall.trace.recurrent import drops_between_layers
+from memwall.trace.trace_builder import TraceBuilder, run_recorded
+from memwall.trace.workload import Workload
+
+_SETTERS = ("manual_seed", "manual_seed_all", "set_rng_state")
+
+
+@contextmanager
+def hearing_seeds(hear: Callable[[], object]) -> Iterator[None]:
+    """Calls a function whenever a generator of a CUDA device is seeded, or its state is set, within."""
+
+    def seeded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        hear()
+        return original(*args, **kwargs)
+
+    with Patches("hears when random generators are seeded") as patches:
+        for name in _SETTERS:
+            patches.wrap(torch.cuda, name, seeded)
+        yield
+
+
+def made_hearing(make: Callable[[], Any]) -> tuple[Any, bool]:
+    """Returns what a function makes, and whether it seeds generators meanwhile."""
+    heard: list[None] = []
+    with hearing_seeds(lambda: heard.append(None)):
+        return make(), bool(heard)
+
+
+def with_step_after_seeding(
+    evaluation: Trace,
+    builder: TraceBuilder,
+    workload: Workload,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    *,
+    num_micro_batches: int = 1,
+) -> Trace:
+    """Returns the evaluation, and behind it the training step that follows, if the model notices fresh seeds there.
+
+    Args:
+        evaluation: of a batch whose making has seeded the generators.
+        builder: has recorded it.
+        num_micro_batches: as in `run_recorded`.
+    """
+    if not drops_between_layers(model):
+        return evaluation
+    torch.cuda.manual_seed_all(0)
+    trace = run_recorded(builder, workload, model, optimizer, batch, num_steps=1, num_micro_batches=num_micro_batches)
+    return msgspec.structs.replace(evaluation, names=trace.names, steps=(*evaluation.steps, trace.steps[-1]))
