@@ -34,7 +34,6 @@ from memwall.trace.workload import Workload
 
 _MIB, _GIB = 1 << 20, 1 << 30
 T4_CONTEXT_BYTES = 135 * _MIB
-_T4_ALLOCATOR = "2.10"
 
 
 class KnownRun(Struct, frozen=True, kw_only=True):
@@ -102,7 +101,7 @@ def predicted(run: KnownRun, dtype: torch.dtype | None) -> int:
     workload = _workload(run, dtype)
     trace = record_fake(workload, target="cuda", workspaces=recording.workspaces, choices=recording.choices())
     trace = translated(trace, hardware, autocast=recording.autocast)
-    profile = profile_for(_T4_ALLOCATOR if run.source == "T4" else ALLOCATOR)[0]
+    profile = profile_for(ALLOCATOR)[0]
     peaks = step_peaks((trace.steps[0], trace.steps[1]), profile)
     assert peaks is not None, "a simulated device without end has memory for everything"
     return max(peak.reserved_bytes for peak in peaks)

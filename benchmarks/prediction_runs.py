@@ -38,8 +38,9 @@ from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 
 DEVICE = "a100-40gb"
-ALLOCATOR = "2.6"
-"""The release that was current when the repository published the sheet; the allocator is the same from 2.6 to 2.10."""
+ALLOCATOR = "2.11"
+"""The oldest release whose allocator memwall knows. With which one the runs were measured is not recorded; 2.6 was
+current when the repository published the sheet."""
 TIMM = "1.0.12"
 """What the file's input sizes and parameter counts were read from."""
 
@@ -119,9 +120,9 @@ def translated_trace(run: Run) -> Trace:
     return translated(trace, hardware)
 
 
-def reserved_bytes_of(trace: Trace, allocator: str = ALLOCATOR) -> int:
-    """Returns what the allocator of a torch release would reserve in a first step and steady ones."""
-    peaks = step_peaks((trace.steps[0], trace.steps[1]), profile_for(allocator)[0])
+def reserved_bytes_of(trace: Trace) -> int:
+    """Returns what the allocator would reserve in a first step and steady ones."""
+    peaks = step_peaks((trace.steps[0], trace.steps[1]), profile_for(ALLOCATOR)[0])
     assert peaks is not None, "a simulated device without end has memory for everything"
     return max(peak.reserved_bytes for peak in peaks)
 

@@ -25,6 +25,7 @@ from knob_report import provenance
 from phantom_truth import forked
 from prediction_metrics import linear_arm, summary
 from prediction_runs import (
+    ALLOCATOR,
     DEVICE,
     Run,
     file_sha256,
@@ -44,7 +45,6 @@ OUTPUT = Path(__file__).parent / "results" / "simulated" / "routes_external.json
 ROUTES = ("translate", "phantom")
 _MIB = 1 << 20
 _BATCH = 32
-ALLOCATOR = "2.11"
 _ROWS_BETWEEN = 10
 
 
@@ -68,7 +68,7 @@ def by_both(run: Run) -> dict[str, Any]:
     for route, recorded in (("translate", translated_trace), ("phantom", _by_phantom)):
         begin = time.perf_counter()
         trace = recorded(run)
-        reserved_bytes = reserved_bytes_of(trace, ALLOCATOR)
+        reserved_bytes = reserved_bytes_of(trace)
         found[route] = {"reserved_bytes": reserved_bytes, "seconds": round(time.perf_counter() - begin, 2)}
         found["convolution_bytes"] = convolution_bytes(trace)
     return found

@@ -11,11 +11,12 @@ import prediction_metrics as metrics
 import pytest
 from prediction_arms import measured, two_probes
 from prediction_external import external_tables
-from prediction_runs import Run, file_sha256, read_runs
+from prediction_runs import ALLOCATOR, Run, file_sha256, read_runs
 from prediction_truth import truth_tables
 from prediction_zoo import FAMILIES, OPTIMIZERS, PRECISIONS, workload
 
 from memwall.errors import UsageError
+from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 MIB = 1 << 20
 
@@ -300,3 +301,7 @@ def test_new_tables_need_rows_of_the_same_runs(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "\n")
     with pytest.raises(UsageError, match=r"not of .*runs\.csv, whose hash differs"):
         prediction.external_part_again(path, before)
+
+
+def test_the_allocator_that_measured_runs_are_asked_of_is_one_that_memwall_knows() -> None:
+    assert profile_for(ALLOCATOR)[1] == ""
