@@ -20,7 +20,7 @@ def tables() -> dict[str, Any]:
 def test_the_published_table_is_the_result_file(tables: dict[str, Any]) -> None:
     for kind in routes_external.kinds_of(tables):
         assert routes_external.line(kind, tables) in PAGE
-    assert f"Of {tables['num_rows']} models" in PAGE
+    assert f"Of all {tables['num_rows']} models" in PAGE
 
 
 def test_the_phantoms_route_is_nearer_for_every_kind(tables: dict[str, Any]) -> None:
