@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memwall.triton_kernels import geglu, layer_norm, linear_cross_entropy, rms_norm, swiglu
+from memwall.triton_kernels import geglu, linear_cross_entropy, rms_norm, swiglu
 from memwall.triton_kernels.pack import pack, unpack_into
 
 Run = Callable[..., Tensor]
@@ -56,10 +56,6 @@ def eager_rms_norm(x: Tensor, w: Tensor) -> Tensor:
     """As transformers' Llama has it."""
     wide = x.float()
     return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-def eager_layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], w, b)
 
 
 class _Packed(torch.autograd.Function):
@@ -188,14 +184,4 @@ CASES: dict[str, Case] = {
     ),
     "pack-int8": _pack_case("int8"),
     "pack-fp8": _pack_case("fp8"),
-    "layer_norm": Case(
-        shapes=_TOKENS_BY_HIDDEN,
-        make=lambda rows, columns: (_normal(rows, columns), _normal(columns), _normal(columns)),
-        eager=eager_layer_norm,
-        providers={
-            **_ours_and_eager(layer_norm, eager_layer_norm),
-            "liger": _imported(_LIGER, "liger_layer_norm", 1e-5),
-        },
-        elements_moved=(2, 3),
-    ),
 }

@@ -22,7 +22,7 @@ README = Path(__file__).with_name("README.md")
 RESULTS = Path(__file__).with_name("results")
 BEGIN, END = "<!-- gpu-kernels: begin -->", "<!-- gpu-kernels: end -->"
 Rows = Sequence[Mapping[str, Any]]
-_ELEMENTWISE = ("swiglu", "geglu", "rms_norm", "layer_norm")
+_ELEMENTWISE = ("swiglu", "geglu", "rms_norm")
 
 
 class Goal(NamedTuple):
@@ -76,7 +76,7 @@ def _forecast_bytes(row: Mapping[str, Any], figure: str) -> int:
     tensor_bytes = 2 * shape[0] * shape[1]
     if op in ("swiglu", "geglu"):
         return 3 * tensor_bytes
-    return 2 * tensor_bytes + shape[0] * (8 if op == "layer_norm" else 4)
+    return 2 * tensor_bytes + shape[0] * 4
 
 
 def _forecast_of_loss(num_rows: int, hidden: int, vocabulary: int, *, chunk_rows: int, figure: str) -> int:

@@ -7,6 +7,6 @@ on the CPU, the reference runs instead: the same mathematics, chunked alike.
 from . import _own_work as _own_work
 from .glu import geglu, swiglu
 from .linear_cross_entropy import linear_cross_entropy
-from .norms import layer_norm, rms_norm
+from .norms import rms_norm
 
-__all__ = ["geglu", "layer_norm", "linear_cross_entropy", "rms_norm", "swiglu"]
+__all__ = ["geglu", "linear_cross_entropy", "rms_norm", "swiglu"]

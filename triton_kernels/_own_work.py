@@ -68,18 +68,17 @@ def _(grad: Tensor, *inputs: Any, out_val: Any = None) -> int:
     return _loss_flops(call, 1 + call.want_x + call.want_w)
 
 
-def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, *terms: Any) -> OwnWork:
-    """Returns partial sums for weight and bias, and the passes over them; a row no program can hold is read twice."""
+def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *terms: Any) -> OwnWork:
+    """Returns partial sums for the weight, and the passes over them; a row no program can hold is read twice."""
     num_columns = x.shape[-1]
     num_rows = x.numel() // max(1, num_columns)
-    num_figures = 2 if mean.numel() > 0 else 1
     tensor_bytes = x.numel() * x.dtype.itemsize
-    row_bytes = num_rows * max(4, x.dtype.itemsize) * num_figures
+    row_bytes = num_rows * max(4, x.dtype.itemsize)
     block = norm_backward_launch(num_columns, 32).block
     sums_bytes = 0
-    if weight is not None and terms[-2] and num_rows:
+    if weight is not None and terms[-1] and num_rows:
         num_chunks = num_row_chunks(num_rows, max(1, -(-num_columns // block)), _NUM_MULTIPROCESSORS)
-        sums_bytes = num_chunks * num_columns * 4 * num_figures
+        sums_bytes = num_chunks * num_columns * 4
     parts = [KernelWork(3 * tensor_bytes + row_bytes + sums_bytes, 0)]
     if num_columns > block:
         parts.append(KernelWork(2 * tensor_bytes + row_bytes, 0))

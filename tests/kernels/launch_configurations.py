@@ -92,8 +92,7 @@ def adamw_8bit_configurations(_: int) -> Iterator[Configuration]:
 
 
 NORMS: dict[str, dict[str, bool]] = {
-    "llama": {"IS_CENTERED": False, "HAS_BIAS": False, "ROUNDS": True, "WANTS_BIAS": False},
-    "layer": {"IS_CENTERED": True, "HAS_BIAS": True, "ROUNDS": False, "WANTS_BIAS": True},
+    "llama": {"ROUNDS": True},
 }
 NORM_COLUMNS = (64, 512, 1024, 2048, 4096, 8192, 65_536)
 
@@ -109,8 +108,8 @@ def norm_configurations(warp_lanes: int) -> Iterator[Configuration]:
         backward = norm_backward_launch(columns, warp_lanes)
         kernels = {"norm": norm_launch(columns, warp_lanes), "norm_backward": backward}
         kernels |= {"norm_sums": backward} if columns > backward.block else {}
-        pointers = [f"{role}_ptr" for role in ("x", "weight", "bias", "result", "grad", "grad_x")]
-        wide = [f"{role}_ptr" for role in ("mean", "rstd", "sums", "partial_weight", "partial_bias")]
+        pointers = [f"{role}_ptr" for role in ("x", "weight", "result", "grad", "grad_x")]
+        wide = [f"{role}_ptr" for role in ("rstd", "sums", "partial_weight")]
         strides = [f"{role}_row_stride" for role in ("x", "grad")]
         sizes = ["num_rows", "num_columns", "num_tiles", "rows_per_program"]
         kind = "even" if columns % 16 == 0 else "odd"

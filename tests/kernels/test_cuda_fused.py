@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from phantom_processes import is_phantom
 from torch import Tensor
 
-from memwall.triton_kernels import geglu, layer_norm, rms_norm, swiglu
+from memwall.triton_kernels import geglu, rms_norm, swiglu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.requires("triton")]
 
@@ -29,7 +29,6 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int, int]] =
     "swiglu": (swiglu, lambda gate, up: F.silu(gate) * up, 2, 0),
     "geglu": (geglu, lambda gate, up: F.gelu(gate) * up, 2, 0),
     "rms_norm": (rms_norm, plain_rms_norm, 1, 1),
-    "layer_norm": (layer_norm, lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), 1, 2),
 }
 
 

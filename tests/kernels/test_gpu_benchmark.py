@@ -42,7 +42,7 @@ def test_lists_every_operation_with_shapes_and_providers() -> None:
     assert "rms_norm: 32768x1024, 8192x4096, 8192x8192, 2048x32768\n    memwall, eager" in done.stdout
     listed = {line.partition(":")[0] for line in done.stdout.splitlines() if not line.startswith(" ")}
     elements = {"swiglu", "geglu", "pack-int8", "pack-fp8"}
-    others = {"linear_cross_entropy", "rms_norm", "layer_norm", "adamw", "llama_layers"}
+    others = {"linear_cross_entropy", "rms_norm", "adamw", "llama_layers"}
     assert listed == elements | others
 
 
@@ -59,10 +59,10 @@ def test_eager_providers_and_ours_agree_on_the_cpu(operation: Any) -> None:
     from gpu_kernels_cases import CASES
 
     torch.manual_seed(0)
-    vectors = {"swiglu": 0, "geglu": 0, "rms_norm": 1, "layer_norm": 2}
+    vectors = {"swiglu": 0, "geglu": 0, "rms_norm": 1}
     for name, num_vectors in vectors.items():
         case = CASES[name]
-        num_matrices = 1 if name in ("rms_norm", "layer_norm") else 2
+        num_matrices = 1 if name == "rms_norm" else 2
         tensors = [*torch.randn(num_matrices, 5, 64), *torch.randn(num_vectors, 64)]
         operation(case.providers["memwall"](), case.eager).check(*tensors)
     for form in ("int8", "fp8"):
@@ -92,9 +92,9 @@ def test_a_goal_without_a_row_is_not_measured_and_others_are_met_or_missed() -> 
     assert section([]).count("| not measured |") == len(GOALS)
     head, mib = (8192, 4096, 128_256), 1 << 20
     rows = [
-        *(a_row(op, "memwall", 8192, 4096, forward_share_of_floor=0.9) for op in ("swiglu", "geglu", "rms_norm")),
-        a_row("layer_norm", "memwall", 8192, 4096, forward_share_of_floor=0.95),
-        a_row("layer_norm", "memwall", 8192, 8192, forward_share_of_floor=0.7),
+        *(a_row(op, "memwall", 8192, 4096, forward_share_of_floor=0.9) for op in ("swiglu", "geglu")),
+        a_row("rms_norm", "memwall", 8192, 4096, forward_share_of_floor=0.95),
+        a_row("rms_norm", "memwall", 8192, 8192, forward_share_of_floor=0.7),
         a_row("linear_cross_entropy", "memwall-2048", *head, step_share_of_floor=0.93, peak_bytes=3135 * mib),
         a_row("linear_cross_entropy", "memwall-256", *head, step_seconds_median=0.05, peak_bytes=3135 * mib),
         {"op": "linear_cross_entropy", "provider": "liger", "shape": head, "absent": "No module named 'liger_kernel'"},

@@ -1,5 +1,5 @@
-"""`rms_norm` and `layer_norm` over the last dimension, in one pass forward and one backward."""
+"""`rms_norm` over the last dimension, in one pass forward and one backward."""
 
-from .norms import Casting, layer_norm, rms_norm
+from .norms import Casting, rms_norm
 
-__all__ = ["Casting", "layer_norm", "rms_norm"]
+__all__ = ["Casting", "rms_norm"]

@@ -1,4 +1,4 @@
-"""The norms as custom operators, so that torch.compile sees them whole and fake tensors can run them."""
+"""The norm as custom operators, so that torch.compile sees it whole and fake tensors can run it."""
 
 from typing import Any
 
@@ -9,110 +9,81 @@ from .._launch import half_for
 from .._rows import as_rows, compute_dtype
 from ._terms import NormTerms
 
-_TERMS = "float eps, str casting, bool is_centered"
-_PARAMETERS = f"Tensor? weight, Tensor? bias, {_TERMS}, ScalarType result_dtype"
+_TERMS = "float eps, str casting"
 
 
 @torch.library.custom_op(
-    "memwall::norm", mutates_args=(), schema=f"(Tensor x, {_PARAMETERS}) -> (Tensor, Tensor, Tensor)"
+    "memwall::norm",
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor? weight, {_TERMS}, ScalarType result_dtype) -> (Tensor, Tensor)",
 )
-def norm_op(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    casting: str,
-    is_centered: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the norm, contiguous, in `dtype`; the mean of each row (empty if not centered); 1 / deviation."""
-    terms = NormTerms(eps, casting, is_centered)
-    result, mean, rstd = _empty_results(x, dtype, terms)
+def norm_op(x: Tensor, weight: Tensor | None, eps: float, casting: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the norm, contiguous, in `dtype`, and 1 / root of each row's mean square."""
+    result, rstd = _empty_results(x, dtype)
     if x.numel() > 0:
         run = half_for(rstd, __package__, "norm")
-        run(as_rows(x), *_vectors(weight, bias), as_rows(result), mean, rstd, terms)
-    return result, mean, rstd
+        known = None if weight is None else weight.contiguous()
+        run(as_rows(x), known, as_rows(result), rstd, NormTerms(eps, casting))
+    return result, rstd
 
 
 @norm_op.register_fake
-def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *terms, dtype = options
-    return _empty_results(x, dtype, NormTerms(*terms))
+def _(x: Tensor, weight: Tensor | None, eps: float, casting: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _empty_results(x, dtype)
 
 
 @torch.library.custom_op(
     "memwall::norm_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, {_TERMS}, "
-    "bool wants_weight, ScalarType? bias_dtype) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad, Tensor x, Tensor? weight, Tensor rstd, {_TERMS}, bool wants_weight) -> (Tensor, Tensor)",
 )
 def _norm_backward_op(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    eps: float,
-    casting: str,
-    is_centered: bool,
-    wants_weight: bool,
-    bias_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns gradients of x, weight and bias; empty where they are not wanted."""
-    results = _empty_gradients(x, weight, wants_weight, bias_dtype)
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, casting: str, wants_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of x and weight; that of the weight is empty where it is not wanted."""
+    grad_x, grad_weight = _empty_gradients(x, weight, wants_weight)
     if x.numel() == 0:
-        return results[0], results[1].zero_(), results[2].zero_()
-    terms = NormTerms(eps, casting, is_centered)
+        return grad_x, grad_weight.zero_()
     known = None if weight is None else weight.contiguous()
     run = half_for(rstd, __package__, "norm_backward", kernels="_backward_kernel")
-    run(as_rows(grad), as_rows(x), known, mean, rstd, as_rows(results[0]), *results[1:], terms)
-    return results
+    run(as_rows(grad), as_rows(x), known, rstd, as_rows(grad_x), grad_weight, NormTerms(eps, casting))
+    return grad_x, grad_weight
 
 
 @_norm_backward_op.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    return _empty_gradients(x, weight, *others[-2:])
+def _(grad: Tensor, x: Tensor, weight: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+    return _empty_gradients(x, weight, others[-1])
 
 
-def _setup_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, *ctx.terms, _ = inputs
+def _setup_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, *ctx.terms, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight, *output[-2:])
+    ctx.save_for_backward(x, weight, output[1])
 
 
 def _backward_of_norm(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 7
-    x, weight, mean, rstd = ctx.saved_tensors
-    _, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-    bias_dtype = ctx.bias_dtype if wants_bias else None
-    found = _norm_backward_op(grad, x, weight, mean, rstd, *ctx.terms, wants_weight, bias_dtype)
-    return (found[0], found[1] if wants_weight else None, found[2] if wants_bias else None, None, None, None, None)
+        return (None,) * 5
+    x, weight, rstd = ctx.saved_tensors
+    wants_weight = ctx.needs_input_grad[1]
+    found = _norm_backward_op(grad, x, weight, rstd, *ctx.terms, wants_weight)
+    return (found[0], found[1] if wants_weight else None, None, None, None)
 
 
 norm_op.register_autograd(_backward_of_norm, setup_context=_setup_norm)
 
 
-def _empty_results(x: Tensor, dtype: torch.dtype, terms: NormTerms) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, wide = x.shape[:-1].numel(), compute_dtype(x.dtype)
+def _empty_results(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    num_rows = x.shape[:-1].numel()
     return (
         torch.empty(x.shape, dtype=dtype, device=x.device),
-        torch.empty(num_rows if terms.is_centered else 0, dtype=wide, device=x.device),
-        torch.empty(num_rows, dtype=wide, device=x.device),
+        torch.empty(num_rows, dtype=compute_dtype(x.dtype), device=x.device),
     )
 
 
-def _empty_gradients(
-    x: Tensor, weight: Tensor | None, wants_weight: bool, bias_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_gradients(x: Tensor, weight: Tensor | None, wants_weight: bool) -> tuple[Tensor, Tensor]:
     weight_dtype = x.dtype if weight is None else weight.dtype
     return (
         torch.empty(x.shape, dtype=x.dtype, device=x.device),
         torch.empty(x.shape[-1] if wants_weight else 0, dtype=weight_dtype, device=x.device),
-        torch.empty(0 if bias_dtype is None else x.shape[-1], dtype=bias_dtype or x.dtype, device=x.device),
     )
-
-
-def _vectors(weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    return None if weight is None else weight.contiguous(), None if bias is None else bias.contiguous()

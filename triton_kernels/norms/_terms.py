@@ -6,14 +6,12 @@ Casting = Literal["llama", "gemma", "plain"]
 
 
 class NormTerms(NamedTuple):
-    """Tells weight * (x - mean) / sqrt(var + eps) + bias from its kin; RMSNorm has neither mean nor bias."""
+    """Tells weight * x / sqrt(mean(x^2) + eps) from its kin."""
 
     eps: float
     casting: str
     """llama: normalised values are rounded to the dtype of x, then multiplied by weight; gemma: by 1 + weight, in fp32,
     rounded once; plain: by weight, in fp32, rounded once, as torch's own modules do."""
-    is_centered: bool
-    """True for LayerNorm."""
 
     @property
     def rounds(self) -> bool:

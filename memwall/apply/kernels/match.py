@@ -1,6 +1,6 @@
 """Which fused kernel a module's forward is, found by structure and proven on a small input.
 
-A norm has a weight over one dimension and an epsilon; a gated MLP has gate, up and down layers with an activation
+An RMSNorm has a weight over one dimension and an epsilon; a gated MLP has gate, up and down layers with an activation
 between. Names only propose: a candidate must give the module's own results and gradients, in its dtype and on its
 device, or the module is left alone.
 """
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memwall.torch_internals.fake import unset_fake_temporarily
-from memwall.triton_kernels import geglu, layer_norm, rms_norm, swiglu
+from memwall.triton_kernels import geglu, rms_norm, swiglu
 
 _ROWS = 6
 # Root mean square of the difference over that of the module's own result: what rounding at other points may cost.
@@ -44,11 +44,7 @@ class KernelMatch(NamedTuple):
 
 def candidates(module: nn.Module) -> Iterator[KernelMatch]:
     """Yields forwards that may be the module's, most likely first; none for one that looks like nothing known."""
-    if isinstance(module, nn.LayerNorm):
-        if len(module.normalized_shape) == 1:
-            checked = tuple(name for name, _ in module.named_parameters(recurse=False))
-            yield KernelMatch("layer_norm", partial(_layer_norm, module), module.normalized_shape[0], checked)
-    elif not list(module.children()):
+    if not list(module.children()):
         yield from _rms_norms(module)
     else:
         yield from _gated(module)
@@ -106,11 +102,6 @@ def _activation(module: nn.Module) -> str | None:
                 if isinstance(found, Tensor) and found.shape == x.shape and (found - function(x)).abs().max() < 2e-6:
                     return name
     return None
-
-
-def _layer_norm(module: nn.LayerNorm, x: Tensor) -> Tensor:
-    out: Tensor = layer_norm(x, module.weight, module.bias, eps=module.eps)
-    return out
 
 
 def _rms_norm(module: nn.Module, epsilon: str, casting: Any, x: Tensor) -> Tensor:

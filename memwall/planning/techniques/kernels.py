@@ -14,10 +14,8 @@ from memwall.trace.steps import steady_step
 
 _OWN = "memwall."
 _LOSS = "memwall.linear_cross_entropy"
-# What norms, gated MLPs and the loss of a language model are made of where no fused kernel computes them.
-_PARTS = frozenset(
-    f"aten.{name}.default" for name in ("rsqrt", "native_layer_norm", "_fused_rms_norm", "silu", "gelu", "_log_softmax")
-)
+# What RMSNorms, gated MLPs and the loss of a language model are made of where no fused kernel computes them.
+_PARTS = frozenset(f"aten.{name}.default" for name in ("rsqrt", "_fused_rms_norm", "silu", "gelu", "_log_softmax"))
 
 
 class FusedKernels(Action, frozen=True, kw_only=True, tag="kernels"):
