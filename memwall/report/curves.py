@@ -16,10 +16,10 @@ from memwall.units import format_bytes
 
 PositionUnit = Literal["seconds", "operations"]
 
-MOST_POINTS = 2000
+_MOST_POINTS = 2000
 """Limits one curve: more than a screen has columns, and few enough for a page of some megabytes."""
 # From the longest lived to the shortest: what stays is at the bottom of the stack, what comes and goes on top.
-STACK: tuple[Category, ...] = (
+_STACK: tuple[Category, ...] = (
     "parameter",
     "buffer",
     "optimizer_state",
@@ -30,7 +30,7 @@ STACK: tuple[Category, ...] = (
 )
 
 
-class Layer(Struct, frozen=True, kw_only=True):
+class CategoryLayer(Struct, frozen=True, kw_only=True):
     """Holds the bytes of one category at each point of a curve."""
 
     category: str
@@ -56,7 +56,7 @@ class Curve(Struct, frozen=True, kw_only=True):
     summary: str
     """Says in a few words what there is to see in it."""
     positions: tuple[float, ...]
-    layers: tuple[Layer, ...]
+    layers: tuple[CategoryLayer, ...]
     total_bytes: tuple[int, ...]
     bands: tuple[PhaseBand, ...]
     peak_position: float
@@ -92,18 +92,18 @@ def curve_of(
     num_ops = len(step.ops)
     base_bytes = trace.base_bytes
     total = live_curve(step.storages, num_ops, device=trace.device) + base_bytes
-    kept = kept_points(total, MOST_POINTS)
+    kept = kept_points(total, _MOST_POINTS)
     seconds = _op_clock(step) if has_times else None
     clock = np.arange(num_ops + 1, dtype=np.float64) if seconds is None else seconds
     # The last point repeats its value at the end of the step, so that the last operation has a width.
     points = np.append(kept, num_ops - 1)
     positions = np.append(clock[kept], clock[num_ops])
     layers = [
-        Layer(category=category, live_bytes=_numbers(curve[points]))
+        CategoryLayer(category=category, live_bytes=_numbers(curve[points]))
         for category, curve in category_curves(trace, step).items()
     ]
     if base_bytes:
-        layers.insert(0, Layer(category="base", live_bytes=(base_bytes,) * len(points)))
+        layers.insert(0, CategoryLayer(category="base", live_bytes=(base_bytes,) * len(points)))
     peak = peak_of(trace, step)
     return Curve(
         name=name,
@@ -142,7 +142,7 @@ def category_curves(trace: Trace, step: Step) -> dict[str, NDArray[np.int64]]:
     held: dict[Category, list[Storage]] = {}
     for storage in step.storages:
         held.setdefault(storage.category, []).append(storage)
-    curves = {c: live_curve(held[c], len(step.ops), device=trace.device) for c in STACK if c in held}
+    curves = {c: live_curve(held[c], len(step.ops), device=trace.device) for c in _STACK if c in held}
     return {category: curve for category, curve in curves.items() if curve.any()}
 
 

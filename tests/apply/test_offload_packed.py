@@ -21,12 +21,11 @@ from memwall.torch_internals.saved import SavedTensorModifiedError
 from memwall.triton_kernels.pack import pack, pack_into, unpack_into
 
 pytestmark = pytest.mark.timeout(60)
-FORMS: list[LeavingForm] = ["int8", "fp8"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def there_and_back(offload: ActivationOffload, tensor: Tensor, form: LeavingForm = "int8") -> Tensor:
-    with offload.group("block", form=form):
+def there_and_back(offload: ActivationOffload, tensor: Tensor) -> Tensor:
+    with offload.group("block", form="int8"):
         saved = offload.pack(tensor)
     return offload.unpack(saved)
 
@@ -34,20 +33,17 @@ def there_and_back(offload: ActivationOffload, tensor: Tensor, form: LeavingForm
 # What is lost.
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(64, 96), (4099,)])
-def test_every_element_comes_back_within_the_bound(
-    pool: Pool, form: LeavingForm, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_every_element_comes_back_within_the_bound(pool: Pool, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     tensor = (torch.randn(shape) * torch.randn(shape).exp()).to(dtype)
     with offload_for(pool) as offload:
-        back = there_and_back(offload, tensor, form)
+        back = there_and_back(offload, tensor)
         assert (back.shape, back.stride(), back.dtype) == (tensor.shape, tensor.stride(), dtype)
         rounding = back.double().abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).tiny
         error = (back.double() - tensor.double()).abs()
-        assert bool((error <= error_bound(tensor, form) + rounding).all())  # type: ignore[arg-type]
+        assert bool((error <= error_bound(tensor) + rounding).all())  # type: ignore[arg-type]
         assert not torch.equal(back, tensor)
         assert offload.bytes_written == offload.bytes_read == num_packed_bytes(tensor.numel())
 
@@ -106,14 +102,13 @@ def test_what_is_not_numbers_in_a_row_comes_back_to_the_bit(pool: Pool, tensor: 
         assert back.stride() == tensor.stride()
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_range_with_a_value_that_is_not_finite_leaves_as_it_is(pool: Pool, form: LeavingForm, bad: float) -> None:
+def test_a_range_with_a_value_that_is_not_finite_leaves_as_it_is(pool: Pool, bad: float) -> None:
     """As additive masks have them; packed, their neighbours would be NaN."""
     tensor = torch.randn(4099)
     tensor[4098] = bad
     with offload_for(pool) as offload:
-        back = there_and_back(offload, tensor, form)
+        back = there_and_back(offload, tensor)
         assert torch.equal(back.view(torch.int32), tensor.view(torch.int32))
         assert offload.bytes_written == tensor.nbytes
         assert offload.num_held == 0 or is_empty(offload, pool)
@@ -224,12 +219,11 @@ def trained(model: nn.Sequential, x: Tensor, session: Session | None = None) -> 
     optimizer.step()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_are_as_far_off_as_their_inputs(tmp_path: Path, form: LeavingForm) -> None:
+def test_gradients_are_as_far_off_as_their_inputs(tmp_path: Path) -> None:
     """GIVEN layers whose gradient is linear in what they save WHEN that is packed THEN |G - G'| <= |dy|' bound(x)."""
     plain, packed, x = chain(), chain(), torch.randn(48, 64)
     trained(plain, x)
-    actions = (offload_of(name, form) for name in "012")
+    actions = (offload_of(name, "int8") for name in "012")
     with Session(plan=plan_of(packed, *actions), disk=str(tmp_path)) as session:
         trained(packed, x, session)
     assert session.measured.bytes_to_tier == 3 * num_packed_bytes(48 * 64)
@@ -238,7 +232,7 @@ def test_gradients_are_as_far_off_as_their_inputs(tmp_path: Path, form: LeavingF
         later = torch.linspace(-1, 1, 64).expand(48, 64)
         for following in reversed(list(plain)[number + 1 :]):
             later = later @ following.weight
-        bound = later.double().abs().t() @ error_bound(y, form)  # type: ignore[arg-type]
+        bound = later.double().abs().t() @ error_bound(y)  # type: ignore[arg-type]
         error = (layer.weight.grad - expected.weight.grad).double().abs()
         rounding = 1e-6 * (later.double().abs().t() @ y.double().abs())
         assert bool((error <= bound + rounding).all())

@@ -186,23 +186,22 @@ def loss_configurations(warp_lanes: int) -> Iterator[Configuration]:
 
 
 def pack_configurations(warp_lanes: int) -> Iterator[Configuration]:
-    """Of packing and unpacking: both forms."""
+    """Of packing and unpacking."""
     from memwall.triton_kernels._configs import pack_launch
 
     launch = pack_launch(warp_lanes)
-    for kernel, form in ((kernel, form) for kernel in ("pack", "unpack") for form in ("int8", "fp8")):
+    for kernel in ("pack", "unpack"):
         yield Configuration(
-            name=f"{kernel}-{form}-bf16-{launch.block}-even",
+            name=f"{kernel}-bf16-{launch.block}-even",
             kernel=f"{kernel}_kernel",
             signature={
                 **dict.fromkeys(("x_ptr", "result_ptr"), "*bf16"),
-                "codes_ptr": "*i8" if form == "int8" else "*u8",
+                "codes_ptr": "*i8",
                 "units_ptr": "*fp32",
                 "num_elements": "i32",
             },
             constants={
-                "IS_FP8": form == "fp8",
-                "LEVELS": 127.0 if form == "int8" else 448.0,
+                "LEVELS": 127.0,
                 "INTERPRETED": False,
                 "BLOCK": launch.block,
             },

@@ -1,7 +1,5 @@
 """Packing: what needs no kernel: mistakes, empty tensors, and that a block knows of no other."""
 
-from typing import Any
-
 import pytest
 import torch
 from packing_error import unpacked
@@ -9,21 +7,17 @@ from packing_error import unpacked
 from memwall.errors import UsageError
 from memwall.triton_kernels.pack import BLOCK_ELEMENTS, pack, pack_into, unpack_into
 
-FORMS: list[Any] = ["int8", "fp8"]
 
-
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(0,), (3, 0), ()])
-def test_empty_tensors_and_scalars(form: Any, shape: tuple[int, ...]) -> None:
+def test_empty_tensors_and_scalars(shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape)
-    found = unpacked(pack(tensor, form), tensor)
+    found = unpacked(pack(tensor), tensor)
     assert found.shape == shape
     torch.testing.assert_close(found, tensor, rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_no_gradient_is_kept(form: Any) -> None:
-    assert not pack(torch.randn(5, 40, requires_grad=True), form).units.requires_grad
+def test_no_gradient_is_kept() -> None:
+    assert not pack(torch.randn(5, 40, requires_grad=True)).units.requires_grad
 
 
 def test_memory_that_does_not_fit_is_named() -> None:
@@ -44,16 +38,15 @@ def test_memory_that_does_not_fit_is_named() -> None:
             unpack_into(memory, given)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bad_element", [None, 100_000])
-def test_large_tensors_are_packed_as_their_parts_are(form: Any, bad_element: int | None) -> None:
+def test_large_tensors_are_packed_as_their_parts_are(bad_element: int | None) -> None:
     """However many elements are worked on at a time: a block knows of no other."""
     tensor = torch.randn(150_001)
     if bad_element is not None:
         tensor[bad_element] = torch.nan
-    whole = pack(tensor, form)
+    whole = pack(tensor)
     for part in range(0, tensor.numel(), 37 * BLOCK_ELEMENTS):
-        alone = pack(tensor[part : part + 37 * BLOCK_ELEMENTS], form)
+        alone = pack(tensor[part : part + 37 * BLOCK_ELEMENTS])
         blocks = slice(part // BLOCK_ELEMENTS, part // BLOCK_ELEMENTS + alone.units.numel())
         assert torch.equal(
             whole.codes[part : part + alone.codes.numel()].view(torch.int8), alone.codes.view(torch.int8)

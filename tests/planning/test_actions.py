@@ -90,7 +90,6 @@ def test_what_leaves_with_fewer_digits_says_so() -> None:
     assert msgspec.json.decode(msgspec.json.encode(PACKED), type=Offload) == PACKED
     (row,) = action_grid((PACKED,)).rows
     assert (row[0], row[-1]) == ("offload saved tensors to disk as int8, lossy", "changes-numerics")
-    assert len(action_grid((PACKED, msgspec.structs.replace(PACKED, form="fp8"))).rows) == 2
     text = msgspec.json.encode(PACKED).replace(b"changes-numerics", b"bit-exact")
     with pytest.raises(msgspec.ValidationError, match="form 'int8' comes back changes-numerics, not bit-exact"):
         msgspec.json.decode(text, type=Offload)

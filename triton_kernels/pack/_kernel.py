@@ -1,10 +1,8 @@
 """The Triton half of packing. Needs triton.
 
-fp8 is made and read by integer arithmetic: sm_80 and gfx942 have no e4m3fn, and Triton's interpreter rounds it wrongly.
 Nothing is fused: the CPU's reference gives the same bits.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,33 +17,11 @@ _SMALLEST_UNIT = tl.constexpr(SMALLEST_UNIT)
 
 
 @triton.jit
-def _fp8_bits(values) -> tl.tensor:
-    """Returns e4m3fn of fp32 `values` up to 448, to nearest even: sign, 4 bits of exponent (bias 7), 3 of fraction."""
-    bits = values.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # 960 = (127 - 7) << 3: the biases apart.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
-    # Below 2^-6 steps are 2^-9.
-    small = nearest_integers(tl.abs(values) * 512.0) & 0xFF
-    return tl.where(magnitude < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def _fp8_values(codes) -> tl.tensor:
-    """Returns fp32 of e4m3fn `codes`, 0 to 255, none of which is NaN."""
-    magnitude = codes & 0x7F
-    normal = ((magnitude << 20) + 0x3C000000).to(tl.float32, bitcast=True)
-    values = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
-    return tl.where(codes >= 0x80, -values, values)
-
-
-@triton.jit
 def pack_kernel(
     x_ptr,
     codes_ptr,
     units_ptr,
     num_elements,
-    IS_FP8: tl.constexpr,
     LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -62,10 +38,7 @@ def pack_kernel(
     inverses = tl.div_rn(tl.zeros_like(units) + 1.0, tl.where(units > 0.0, units, 1.0))
     scaled = tl.where(is_finite, values * inverses[:, None], 0.0)
     scaled = tl.maximum(tl.minimum(scaled, LEVELS), -LEVELS)
-    if IS_FP8:
-        tl.store(codes_ptr + elements, _fp8_bits(scaled).to(tl.uint8), mask=mask)
-    else:
-        tl.store(codes_ptr + elements, nearest_integers(scaled).to(tl.int8), mask=mask)
+    tl.store(codes_ptr + elements, nearest_integers(scaled).to(tl.int8), mask=mask)
     num_bad = tl.max((is_finite == 0).to(tl.int32), 1)
     blocks = begin // _UNIT + lanes
     tl.store(units_ptr + blocks, tl.where(num_bad > 0, float("nan"), units), mask=blocks * _UNIT < num_elements)
@@ -77,7 +50,6 @@ def unpack_kernel(
     units_ptr,
     result_ptr,
     num_elements,
-    IS_FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -88,8 +60,7 @@ def unpack_kernel(
     mask = elements < num_elements
     blocks = begin // _UNIT + lanes
     units = tl.load(units_ptr + blocks, mask=blocks * _UNIT < num_elements, other=0.0).to(tl.float32)
-    codes = tl.load(codes_ptr + elements, mask=mask, other=0).to(tl.int32)
-    values = _fp8_values(codes) if IS_FP8 else codes.to(tl.float32)
+    values = tl.load(codes_ptr + elements, mask=mask, other=0).to(tl.float32)
     store_rounded(result_ptr + elements, values * units[:, None], mask, INTERPRETED)
 
 
@@ -99,11 +70,10 @@ def launch_pack(flat: Tensor, codes: Tensor, units: Tensor) -> None:
     with on_device(flat):
         pack_kernel[(triton.cdiv(flat.numel(), launch.block),)](
             flat,
-            _as_integers(codes),
+            codes,
             units,
             flat.numel(),
-            IS_FP8=codes.dtype != torch.int8,
-            LEVELS=LEVELS[codes.dtype],
+            LEVELS=LEVELS,
             BLOCK=launch.block,
             num_warps=launch.num_warps,
             enable_fp_fusion=False,
@@ -115,17 +85,12 @@ def launch_unpack(codes: Tensor, units: Tensor, result: Tensor) -> None:
     launch = pack_launch(warp_size(result))
     with on_device(result):
         unpack_kernel[(triton.cdiv(codes.numel(), launch.block),)](
-            _as_integers(codes),
+            codes,
             units,
             result,
             codes.numel(),
-            IS_FP8=codes.dtype != torch.int8,
             INTERPRETED=is_interpreting(),
             BLOCK=launch.block,
             num_warps=launch.num_warps,
             enable_fp_fusion=False,
         )
-
-
-def _as_integers(codes: Tensor) -> Tensor:
-    return codes if codes.dtype == torch.int8 else codes.view(torch.uint8)

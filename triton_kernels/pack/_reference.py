@@ -11,23 +11,22 @@ _SLICE_BLOCKS = 1024
 
 def reference_pack(flat: Tensor, codes: Tensor, units: Tensor) -> None:
     """Fills `codes` [elements] and `units` [blocks] for `flat` [elements]."""
-    levels = LEVELS[codes.dtype]
     num_whole = flat.numel() // BLOCK_ELEMENTS
     whole = num_whole * BLOCK_ELEMENTS
     values, packed = flat[:whole].view(-1, BLOCK_ELEMENTS), codes[:whole].view(-1, BLOCK_ELEMENTS)
     scratch = units.new_empty(min(num_whole, _SLICE_BLOCKS), BLOCK_ELEMENTS)
     for begin in range(0, num_whole, _SLICE_BLOCKS):
         part = slice(begin, min(begin + _SLICE_BLOCKS, num_whole))
-        _pack_blocks(values[part], packed[part], units[part], scratch[: part.stop - begin], levels)
+        _pack_blocks(values[part], packed[part], units[part], scratch[: part.stop - begin])
     if whole < flat.numel():
         last = units.new_zeros(1, BLOCK_ELEMENTS)
         last[0, : flat.numel() - whole] = flat[whole:]
         last_codes = codes.new_empty(1, BLOCK_ELEMENTS)
-        _pack_blocks(last, last_codes, units[num_whole:], torch.empty_like(last), levels)
+        _pack_blocks(last, last_codes, units[num_whole:], torch.empty_like(last))
         codes[whole:] = last_codes[0, : flat.numel() - whole]
 
 
-def _pack_blocks(values: Tensor, codes: Tensor, units: Tensor, scratch: Tensor, levels: float) -> None:
+def _pack_blocks(values: Tensor, codes: Tensor, units: Tensor, scratch: Tensor) -> None:
     """Packs whole blocks [blocks, block]; `scratch` is as large, in the dtype of `units`."""
     if values.dtype != scratch.dtype:
         values = scratch.copy_(values)
@@ -38,11 +37,11 @@ def _pack_blocks(values: Tensor, codes: Tensor, units: Tensor, scratch: Tensor, 
         is_bad = ~is_finite.all(1)
         values = torch.where(is_finite, values, 0.0)
         largest = _largest(values)
-    unit = largest.div_(levels)
+    unit = largest.div_(LEVELS)
     unit.mul_(unit >= SMALLEST_UNIT)
     # No element is further from 0 than the largest code, up to a rounding that the conversion takes back.
     torch.mul(values, (1.0 / torch.where(unit > 0.0, unit, 1.0)).unsqueeze(1), out=scratch)
-    codes.copy_(scratch.round_() if codes.dtype == torch.int8 else scratch)
+    codes.copy_(scratch.round_())
     units.copy_(unit if is_bad is None else unit.masked_fill_(is_bad, torch.nan))
 
 

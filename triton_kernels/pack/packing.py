@@ -5,7 +5,7 @@ an outlier costs its neighbours their digits and nobody else. Label of the actio
 eager code: no operator of torch's says what they write.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from memwall.errors import UsageError
 
 from .._launch import half_for
-from ._terms import BLOCK_ELEMENTS, CODE_DTYPES
+from ._terms import BLOCK_ELEMENTS
 
 __all__ = ["BLOCK_ELEMENTS", "Packed", "pack", "pack_into", "unpack_into"]
 
@@ -22,7 +22,7 @@ class Packed(NamedTuple):
     """Holds what is left of a tensor."""
 
     codes: Tensor
-    """[elements], int8 or float8_e4m3fn."""
+    """[elements], int8: from -127 to 127."""
     units: Tensor
     """[blocks] fp32: what codes of one block are multiplied with; NaN where an element was not finite."""
 
@@ -32,18 +32,16 @@ class Packed(NamedTuple):
         return not bool(self.units.isnan().any())
 
 
-def pack(tensor: Tensor, form: Literal["int8", "fp8"] = "int8") -> Packed:
+def pack(tensor: Tensor) -> Packed:
     """Returns the nearest values that a byte can tell apart; arguments and errors are those of `pack_into`.
 
     Args:
         tensor: contiguous, fp32 or 16 bits.
-        form: `int8` has one step for the whole block, which suits values of one size; `fp8` (e4m3, on every device)
-            steps that grow with the value.
 
     >>> pack(torch.tensor([1.0, 0.5, -0.003])).codes
     tensor([127,  64,   0], dtype=torch.int8)
     """
-    codes = torch.empty(tensor.numel(), dtype=CODE_DTYPES[form], device=tensor.device)
+    codes = torch.empty(tensor.numel(), dtype=torch.int8, device=tensor.device)
     units = torch.empty(-(-tensor.numel() // BLOCK_ELEMENTS), dtype=torch.float32, device=tensor.device)
     packed = Packed(codes, units)
     pack_into(tensor, packed)
@@ -55,7 +53,7 @@ def pack_into(tensor: Tensor, packed: Packed) -> None:
 
     Args:
         tensor: contiguous, fp32 or 16 bits.
-        packed: contiguous codes, as many as elements, whose dtype says the form, and units; both are overwritten.
+        packed: contiguous codes, as many as elements, and units; both are overwritten.
 
     Raises:
         UsageError: they do not fit together.
@@ -77,13 +75,13 @@ def _check(tensor: Tensor, packed: Packed) -> None:
     num_elements, num_blocks = tensor.numel(), -(-tensor.numel() // BLOCK_ELEMENTS)
     if (
         (codes.shape, units.shape) != ((num_elements,), (num_blocks,))
-        or codes.dtype not in CODE_DTYPES.values()
+        or codes.dtype != torch.int8
         or units.dtype != torch.float32
         or tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16)
         or not all(part.is_contiguous() for part in (tensor, codes, units))
     ):
         raise UsageError(
             f"a packed tensor of {num_elements} elements wants contiguous memory of 16 or 32 bits, as many codes "
-            f"of int8 or float8_e4m3fn and {num_blocks} float32 units, found {tensor.dtype} with strides "
+            f"of int8 and {num_blocks} float32 units, found {tensor.dtype} with strides "
             f"{list(tensor.stride())}, {codes.dtype} {list(codes.shape)} and {units.dtype} {list(units.shape)}"
         )

@@ -287,7 +287,7 @@ class ActivationOffload(Closing):
         tier: StorageTier[Any, Any] = self._tier(tensor.device)
         key = place
         if form != "exact":
-            tier, key = PackedTier(tier, form, tensor.dtype), (*place, form, tensor.dtype)
+            tier, key = PackedTier(tier, tensor.dtype), (*place, form, tensor.dtype)
         entry = Entry(
             tier=tier,
             parked=tier.park(ByteRange(storage, start, end - start), label),

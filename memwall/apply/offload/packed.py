@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from memwall.errors import ApplyError
-from memwall.planning.techniques.offload import LeavingForm
 from memwall.predict.packed_bytes import PACKED_ITEMSIZES, num_packed_bytes, units_offset_bytes
 from memwall.store.disk_tier import ByteRange, StorageTier
 from memwall.triton_kernels.pack import BLOCK_ELEMENTS, Packed, pack, pack_into, unpack_into
 
-_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _DTYPES = frozenset(getattr(torch, name) for name in PACKED_ITEMSIZES)
 
 
@@ -82,12 +80,11 @@ class PackedTier:
 
     Args:
         tier: where the bytes go.
-        form: int8 or fp8.
         dtype: of the elements in all ranges.
     """
 
-    def __init__(self, tier: StorageTier[Any, Any], form: LeavingForm, dtype: torch.dtype) -> None:
-        self._tier, self._codes, self._dtype = tier, _CODES[form], dtype
+    def __init__(self, tier: StorageTier[Any, Any], dtype: torch.dtype) -> None:
+        self._tier, self._dtype = tier, dtype
 
     def park(self, source: ByteRange, label: str) -> PackedRange:
         elements = source.tensor().view(self._dtype)
@@ -127,6 +124,6 @@ class PackedTier:
     def _packed_in(self, memory: Tensor, num_elements: int) -> Packed:
         num_blocks, offset = -(-num_elements // BLOCK_ELEMENTS), units_offset_bytes(num_elements)
         return Packed(
-            codes=memory[:num_elements].view(self._codes),
+            codes=memory[:num_elements].view(torch.int8),
             units=memory[offset : offset + num_blocks * torch.float32.itemsize].view(torch.float32),
         )

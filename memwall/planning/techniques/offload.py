@@ -17,7 +17,7 @@ from memwall.trace.records import Trace
 
 _ROOM_ENOUGH_BYTES = 1 << 50
 
-LeavingForm = Literal["exact", "int8", "fp8"]
+LeavingForm = Literal["exact", "int8"]
 """How saved tensors leave: as they are, or floating-point ones in a byte an element (`triton_kernels.pack`)."""
 
 
