@@ -4,6 +4,7 @@ The order is: expandable segments and their granule; without them, which blocks 
 power of two, where sizes vary; emptying the cache between phases.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -14,7 +15,7 @@ from memwall.predict.cuda_allocator.addresses import AddressOrder, placed_addres
 from memwall.predict.cuda_allocator.allocator_events import ALLOC, EventTrace, live_peak_bytes
 from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.event_replay import Figures, replay
-from memwall.predict.cuda_allocator.rounding import SMALL_LIMIT_BYTES, division_index
+from memwall.predict.cuda_allocator.rounding import SMALL_LIMIT_BYTES, division_index, rounded_bytes
 from memwall.predict.cuda_allocator.state import PeakExceeded
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 
@@ -201,13 +202,20 @@ def _is_large(action: int, nbytes: int) -> bool:
 
 def _descend_divisions(search: _Search, base: _Candidate) -> _Candidate:
     """Tries one interval of sizes after the other, the largest first, and keeps what helped."""
-    sizes = {nbytes for action, _, nbytes, _ in search.trace.events if _is_large(action, nbytes)}
-    for index in sorted({division_index(nbytes) for nbytes in sizes}, reverse=True):
+    sizes: defaultdict[int, set[int]] = defaultdict(set)
+    for action, _, nbytes, _ in search.trace.events:
+        if action == ALLOC:
+            sizes[division_index(nbytes)].add(nbytes)
+    for index in sorted((index for index, found in sizes.items() if max(found) > SMALL_LIMIT_BYTES), reverse=True):
         tried = []
         for count in _DIVISIONS:
             divisions = list(base.settings.roundup_power2_divisions)
             divisions[index] = count
-            tried.append(msgspec.structs.replace(base.settings, roundup_power2_divisions=tuple(divisions)))
+            settings = msgspec.structs.replace(base.settings, roundup_power2_divisions=tuple(divisions))
+            if any(rounded_bytes(nbytes, settings) != rounded_bytes(nbytes, base.settings) for nbytes in sizes[index]):
+                tried.append(settings)
+            else:
+                search.num_tried += 1  # every request is as large as before: so are all figures
         base = search.best(base, tried)
     return base
 
