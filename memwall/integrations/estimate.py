@@ -4,6 +4,7 @@ from os import PathLike, fspath
 
 from memwall.errors import UsageError
 from memwall.integrations.spec_trace import device_run_of_spec
+from memwall.machine.collector import without_collector
 from memwall.machine.hardware import hardware_named
 from memwall.planning.estimate import Estimate
 from memwall.planning.estimate import estimate as estimate_of_trace
@@ -77,27 +78,28 @@ def estimate(
     budget_bytes = None if budget is None else parse_size(budget, whole_bytes=hardware.usable_bytes)
     if not isinstance(spec, Workload):
         spec = fspath(spec)
-    run = device_run_of_spec(
-        spec,
-        hardware,
-        batch=batch,
-        sequence=sequence,
-        dtype=dtype,
-        optimizer=optimizer,
-        autocast=autocast,
-        is_checkpointed=checkpointing,
-        lora=lora,
-        mask_share=mask_share,
-        eval_batch=eval_batch,
-        num_micro_batches=accumulate,
-        route=route,
-    )
-    return estimate_of_trace(
-        run.training,
-        hardware,
-        budget_bytes=budget_bytes,
-        torch_version=torch_version or run.training.torch_version,
-        evaluation=run.evaluation,
-        eval_failure=run.failure,
-        num_micro_batches=accumulate,
-    )
+    with without_collector():
+        run = device_run_of_spec(
+            spec,
+            hardware,
+            batch=batch,
+            sequence=sequence,
+            dtype=dtype,
+            optimizer=optimizer,
+            autocast=autocast,
+            is_checkpointed=checkpointing,
+            lora=lora,
+            mask_share=mask_share,
+            eval_batch=eval_batch,
+            num_micro_batches=accumulate,
+            route=route,
+        )
+        return estimate_of_trace(
+            run.training,
+            hardware,
+            budget_bytes=budget_bytes,
+            torch_version=torch_version or run.training.torch_version,
+            evaluation=run.evaluation,
+            eval_failure=run.failure,
+            num_micro_batches=accumulate,
+        )
