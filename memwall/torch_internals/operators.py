@@ -5,6 +5,7 @@ An operator that this torch lacks is `_Absent`: equal to none that runs, and an 
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, NoReturn
 
 from torch import Size, Tensor
@@ -16,6 +17,17 @@ schema_of: Callable[[Any], Any] = attribute("torch.ops.aten.add.Tensor._schema",
 
 Raises NotAvailableError without it: no step can be recorded.
 """
+
+
+@cache
+def written_places(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Returns place and name of each argument that an operator changes in place."""
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema_of(operator).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
 
 packet_of: Callable[[Any], Any] = attribute(
     "torch.ops.aten.add.Tensor._overloadpacket", "telling what an operation is called without its overload"

@@ -22,9 +22,10 @@ from memwall.torch_internals.fake import (
     FakeTensor,
     UnsupportedOperatorException,
 )
-from memwall.torch_internals.operators import operator_named, schema_of
+from memwall.torch_internals.operators import operator_named, schema_of, written_places
 from memwall.torch_internals.storages import identity_of
-from memwall.torch_internals.trees import tree_flatten, tree_map
+from memwall.torch_internals.trees import tensors_in, tree_map
+from memwall.trace.fake_memo import ResultMemo
 from memwall.trace.fake_results import as_real, run_fake
 from memwall.trace.source_lines import user_frame
 
@@ -56,6 +57,7 @@ class KnownValues(TorchDispatchMode):
     def __init__(self, place: Callable[[], str], mask_share: float | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._place, self._mask_share = place, mask_share
+        self._memo = ResultMemo(lambda func, args, kwargs: as_real(func, args, run_fake(func, args, kwargs)))
         self._real: dict[int, torch.UntypedStorage] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -85,7 +87,7 @@ class KnownValues(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self._check_device(kwargs.get("device"))
-        tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+        tensors = tensors_in((args, kwargs))
         is_known = all(self._has_value(tensor) for tensor in tensors)
         if func is _LOCAL_SCALAR:
             return self._number(args[0], is_known)
@@ -131,7 +133,7 @@ class KnownValues(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operator on tensors without values; raises where its result's shape or number hangs on them."""
-        return as_real(func, args, run_fake(func, args, kwargs))
+        return self._memo.result(func, args, kwargs)
 
     # -- values that are known -------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class KnownValues(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, written: list[Tensor]) -> None:
         """Runs an operation on values as well, where its results are small enough."""
-        results = [value for value in tree_flatten(out)[0] if isinstance(value, Tensor)]
+        results = tensors_in((out,))
         if not written and all(self._has_value(result) for result in results):
             return
         most_floats = _MOST_ELEMENTS if func in _CONSTANT else _MOST_FLOATS
@@ -159,7 +161,7 @@ class KnownValues(TorchDispatchMode):
             real_out = func(*tree_map(self._value, args), **tree_map(self._value, kwargs))
             if func in _EMPTY:
                 real_out.zero_()
-            reals = [value for value in tree_flatten(real_out)[0] if isinstance(value, Tensor)]
+            reals = tensors_in((real_out,))
             for result, real in zip(results, reals, strict=True):
                 if not self._has_value(result):
                     self.know(result, real)
@@ -247,13 +249,10 @@ def _key(tensor: Tensor) -> int:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Returns the tensors that an operation changes in place."""
-    if not schema_of(func).is_mutable:
-        return []
     found = []
-    for place, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [tensor for tensor in tree_flatten(value)[0] if isinstance(tensor, Tensor)]
+    for place, name in written_places(func):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        found += tensors_in((value,))
     return found
 
 

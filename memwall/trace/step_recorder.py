@@ -20,7 +20,7 @@ from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
 from memwall.torch_internals.compiler import calls_as_one, inside_compiled, is_compiled, is_region, unseen
 from memwall.torch_internals.dispatch import StepMode, leave_mode
-from memwall.torch_internals.operators import num_flops, schema_of
+from memwall.torch_internals.operators import num_flops, written_places
 from memwall.torch_internals.sharding import is_sharding_unit, local_part
 from memwall.trace.attached import attach_hook
 from memwall.trace.device_timer import DeviceTimer
@@ -81,11 +81,7 @@ def _state_of(optimizers: Optimizers) -> list[Tensor]:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Returns the tensors that an operator writes into, besides those that it makes."""
-    written = [
-        value
-        for argument, value in zip(schema_of(func).arguments, args, strict=False)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    written = [args[place] for place, _ in written_places(func) if place < len(args)]
     if "out" in kwargs:
         written.append(kwargs["out"])
     return _tensors(written, []) if written else []
