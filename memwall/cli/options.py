@@ -45,12 +45,6 @@ DiskOption = Annotated[
     str | None,
     typer.Option("--disk", metavar="DIR[:SIZE]", help="Folder, and bytes of it, that offloaded bytes may use."),
 ]
-DiskWritesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--disk-writes", metavar="SIZE", help="The most that a plan may write to the disk in a day, by its forecast."
-    ),
-]
 NoDiskOption = Annotated[
     bool,
     typer.Option("--no-disk", help="No plan writes to the disk; a run's first step alone moves tensors there, once."),
@@ -196,19 +190,6 @@ def parse_disk(text: str | None) -> DiskChoice | None:
     limit_bytes = _parse_size_of("--disk", size, None) if size else None
     check_directory(directory, limit_bytes or _LEAST_DISK_BYTES)
     return DiskChoice(directory=Path(directory), limit_bytes=limit_bytes)
-
-
-def parse_disk_writes(text: str | None, *, no_disk: bool = False) -> int | None:
-    """Returns the bytes of `--disk-writes SIZE`; None where there is no limit, 0 with `--no-disk`.
-
-    Raises:
-        UsageError: the size is no size, or both were given.
-    """
-    if no_disk and text is not None:
-        raise UsageError(f"--no-disk writes nothing to the disk, and --disk-writes {text} allows it; leave out one")
-    if no_disk:
-        return 0
-    return None if text is None else _parse_size_of("--disk-writes", text, None, may_be_zero=True)
 
 
 def require_disk() -> None:

@@ -56,7 +56,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
             that a launcher started on one host have equal parts of a CPU's memory limit.
         plan: a plan made for this module.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        disk_writes: the most that a plan may write there in a day of training, as "2TiB", or 0; by default no limit.
+        no_disk: whether no plan may write there; the first step alone, which is recorded, moves tensors there once.
         allow: what may be done that is not bit-exact: words of --allow, or one of its modes, "exact",
             "balanced" or "smallest"; `memwall plan --allow help` lists all.
     """
@@ -67,7 +67,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
         budget: str | int | None = None,
         plan: Plan | None = None,
         disk: str | None = None,
-        disk_writes: str | int | None = None,
+        no_disk: bool = False,
         allow: Sequence[str] = (),
     ) -> None:
         if LightningCallback.__base__ is object:
@@ -75,7 +75,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
         self.session: Session | None = None
         """The session of the present or last `fit`; None before training starts."""
         self._session_on = partial(
-            open_session, budget=budget, plan=plan, disk=disk, disk_writes=disk_writes, allow=tuple(allow)
+            open_session, budget=budget, plan=plan, disk=disk, no_disk=no_disk, allow=tuple(allow)
         )
         self._patches = Patches("calls training_step through its module")
 

@@ -57,7 +57,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             that a launcher started on one host have equal parts of a CPU's memory limit.
         plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        disk_writes: the most that a plan may write there in a day of training, as "2TiB", or 0; by default no limit.
+        no_disk: whether no plan may write there; the first step alone, which is recorded, moves tensors there once.
         allow: what may be done that is not bit-exact: words of --allow, or one of its modes, "exact",
             "balanced" or "smallest"; `memwall plan --allow help` lists all.
         on_exceed: what follows where the budget is passed all the same, in training, evaluation or saving (on a CUDA
@@ -74,7 +74,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         budget: str | int | None = None,
         plan: Plan | None = None,
         disk: str | None = None,
-        disk_writes: str | int | None = None,
+        no_disk: bool = False,
         allow: Sequence[str] = (),
         on_exceed: Literal["warn", "stop"] = "warn",
     ) -> None:
@@ -85,7 +85,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
         """The session of the present or last `train()`; None before the Trainer is built."""
         self._plan, self._disk, self._allow = plan, disk, tuple(allow)
         self._session_on = partial(
-            open_session, budget=budget, plan=plan, disk=disk, disk_writes=disk_writes, allow=self._allow
+            open_session, budget=budget, plan=plan, disk=disk, no_disk=no_disk, allow=self._allow
         )
         self._model: nn.Module | None = None
         self._steps: TrainerSteps | None = None

@@ -204,9 +204,9 @@ def actions_text(actions: tuple[Action, ...]) -> str:
 
 
 def writes_text(plan: Plan) -> str:
-    """Returns what a plan writes to the disk in a day, and how to have it write less; "" where it writes nothing."""
+    """Returns what a plan writes to the disk in a day, and how to have it write nothing; "" where it does not."""
     forecast = plan.forecast
     if forecast.link is None or forecast.link.tier != "disk" or not forecast.step_seconds:
         return ""
     per_day = forecast.link.written_bytes / forecast.step_seconds * _SECONDS_PER_DAY
-    return f"{format_bytes(per_day, rounding='up')} a day are written to the disk (--disk-writes limits that)"
+    return f"{format_bytes(per_day, rounding='up')} a day are written to the disk (nothing with --no-disk)"

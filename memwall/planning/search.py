@@ -30,7 +30,7 @@ def plan(
     budget: str | int,
     disk: str | None = None,
     tier_capacity_bytes: int | None = None,
-    disk_writes: str | int | None = None,
+    no_disk: bool = False,
     allow: Sequence[str] = (),
     global_batch: int | None = None,
     hardware: Hardware | None = None,
@@ -44,8 +44,7 @@ def plan(
         budget: what the process may use on the trace's device: bytes or a size such as "10GiB".
         disk: directory of the next tier; by default the one measured when the trace was recorded.
         tier_capacity_bytes: the most to take of that tier; by default all that is free.
-        disk_writes: the most to write to it in a day of training, in bytes or as a size such as "2TiB": writes wear a
-            disk. By default there is no limit.
+        no_disk: whether nothing may be written to a disk: writes wear it.
         allow: what may be done that is not bit-exact: words of --allow, or one of its modes, "exact",
             "balanced" or "smallest"; `memwall plan --allow help` lists all.
         global_batch: samples per optimizer step; must be what the trace ran. Given, the plan may split it into smaller
@@ -81,7 +80,7 @@ def plan(
         budget_bytes=parse_size(budget),
         disk=disk,
         tier_capacity_bytes=tier_capacity_bytes,
-        disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes, may_be_zero=True),
+        no_disk=no_disk,
         allow=tuple(allow),
         allow_accumulation=global_batch is not None,
         hardware=hardware,
@@ -117,7 +116,7 @@ def _sparing_the_disk(found: Plan, trace: Trace, settings: Settings, *, has_marg
     writes = forecast.link is not None and forecast.link.tier == "disk"
     if not writes or settings.hardware is not None or plain_seconds is None or seconds is None:
         return found
-    in_memory = RecordingSearch(trace, msgspec.structs.replace(settings, disk_bytes_per_day=0))
+    in_memory = RecordingSearch(trace, msgspec.structs.replace(settings, no_disk=True))
     other = _best_of(in_memory, has_margin=has_margin, fills=False)
     if other is None or other.forecast.step_seconds is None:
         return found

@@ -18,8 +18,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Directory for bytes that leave memory; None for the one the trace was recorded with."""
     tier_capacity_bytes: int | None = None
     """The most bytes to take of the next tier; None for all that are free there."""
-    disk_bytes_per_day: int | None = None
-    """The most to write to the disk in a day of training; None for no limit."""
+    no_disk: bool = False
+    """Whether a step may write nothing to the disk."""
     allow: tuple[str, ...] = ()
     allow_accumulation: bool = False
     """Whether the loop can be given smaller micro-batches."""

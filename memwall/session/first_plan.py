@@ -36,7 +36,7 @@ def asked(
     plan: Plan | None,
     *,
     disk: str | None,
-    disk_bytes_per_day: int | None,
+    no_disk: bool,
     allow: Sequence[str],
 ) -> Settings:
     """Returns what a session is asked for, checked as far as that goes before it knows the model.
@@ -58,7 +58,7 @@ def asked(
     if budget_bytes is None:
         budget_bytes = (plan.forecast.budget_bytes or 0) if plan is not None else 0
     path = None if disk is None else os.path.abspath(disk)  # a script may go to another folder
-    return Settings(budget_bytes=budget_bytes, disk=path, disk_bytes_per_day=disk_bytes_per_day, allow=tuple(allow))
+    return Settings(budget_bytes=budget_bytes, disk=path, no_disk=no_disk, allow=tuple(allow))
 
 
 def check_device(allow: Sequence[str], device: str) -> None:

@@ -13,7 +13,6 @@ from memwall.planning.planfile import Plan
 from memwall.session.parallel import check_parallel
 from memwall.session.session import Session
 from memwall.trace.optimizers import Optimizers, optimizers_of, trains
-from memwall.units import parse_size
 
 
 def fit(
@@ -23,7 +22,7 @@ def fit(
     budget: str | int | None = None,
     plan: Plan | None = None,
     disk: str | None = None,
-    disk_writes: str | int | None = None,
+    no_disk: bool = False,
     allow: Sequence[str] = (),
 ) -> Session:
     """Opens a session that makes training `model` with `optimizer` fit a budget, or follow a plan made before.
@@ -47,7 +46,7 @@ def fit(
         budget: what the process may use: a size, or a percentage of the model's device. Either this or `plan`. Ranks
             that a launcher started on one host have equal parts of a CPU's memory limit.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
-        disk_writes: the most that a plan may write there in a day of training, as "2TiB", or 0; by default no limit.
+        no_disk: whether no plan may write there; the first step alone, which is recorded, moves tensors there once.
         allow: what may be done that is not bit-exact: words of --allow, or one of its modes, "exact",
             "balanced" or "smallest"; `memwall plan --allow help` lists all.
 
@@ -57,9 +56,7 @@ def fit(
         StoreError: the disk directory cannot be used.
     """
     optimizers = _checked(model, optimizer)
-    return open_session(
-        model, optimizers, budget=budget, plan=plan, disk=disk, disk_writes=disk_writes, allow=tuple(allow)
-    )
+    return open_session(model, optimizers, budget=budget, plan=plan, disk=disk, no_disk=no_disk, allow=tuple(allow))
 
 
 def open_session(
@@ -69,7 +66,7 @@ def open_session(
     budget: str | int | None,
     plan: Plan | None,
     disk: str | None,
-    disk_writes: str | int | None,
+    no_disk: bool,
     allow: tuple[str, ...],
     set_by_loop: tuple[str, ...] = (),
 ) -> Session:
@@ -79,17 +76,17 @@ def open_session(
         set_by_loop: tags of actions of a given plan that the loop carries out itself.
 
     Raises:
-        UsageError: neither or both of budget and plan; a budget that is no size; a limit for a plan that is given.
+        UsageError: neither or both of budget and plan; a budget that is no size; `no_disk` for a plan that is given.
         PlanError: the plan was made for another model.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    if disk_writes is not None and plan is not None:
-        raise UsageError("disk_writes is for a plan that is made in the run, and this one is given")
+    if no_disk and plan is not None:
+        raise UsageError("no_disk is for a plan that is made in the run, and this one is given")
     session = Session(
         budget_bytes=None if budget is None else budget_bytes(budget, str(device)),
         plan=plan,
         disk=disk,
-        disk_bytes_per_day=None if disk_writes is None else parse_size(disk_writes, may_be_zero=True),
+        no_disk=no_disk,
         allow=allow,
         set_by_loop=set_by_loop,
     )

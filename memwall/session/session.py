@@ -51,7 +51,7 @@ class Session:
         plan: Plan | None = None,
         disk: str | None = None,
         disk_capacity_bytes: int | None = None,
-        disk_bytes_per_day: int | None = None,
+        no_disk: bool = False,
         allow: Sequence[str] = (),
         set_by_loop: tuple[str, ...] = (),
         within_bytes: int | None = None,
@@ -65,7 +65,7 @@ class Session:
             set_by_loop: tags of actions that the training loop itself carries out, by arguments of its own; of a
                 given plan they are not applied a second time.
         """
-        settings = asked(budget_bytes, plan, disk=disk, disk_bytes_per_day=disk_bytes_per_day, allow=allow)
+        settings = asked(budget_bytes, plan, disk=disk, no_disk=no_disk, allow=allow)
         self.measured = Measurements()
         self.on_plan: Callable[[Session], None] | None = None
         """Is called when a plan stands, before it is applied: the place to show it, or to object."""

@@ -31,7 +31,6 @@ OPTIONS = {
         "--device",
         "--host",
         "--disk",
-        "--disk-writes",
         "--no-disk",
         "--allow",
         "--mode",
@@ -44,7 +43,7 @@ OPTIONS = {
     | {"--ranks", "--ranks-per-node", "--link", "--explain"},
     "profile": {"--output", "--steps", "--json"},
     "report": {"--output", "--format", "--json"},
-    "run": {"--budget", "--plan", "--host", "--disk", "--disk-writes", "--no-disk", "--allow", "--report", "--json"}
+    "run": {"--budget", "--plan", "--host", "--disk", "--no-disk", "--allow", "--report", "--json"}
     | {
         "--mode",
         "--checkpoint",
@@ -90,15 +89,13 @@ def test_commands_and_options_are_pinned() -> None:
             "run: --resume needs --checkpoint DIR, the folder that the run was committed into",
         ),
         (
-            "run --plan train.py --disk-writes 1TiB train.py",
-            "run: --disk-writes is for a plan that is made in the run; this one is given: --plan",
+            "run --plan train.py --no-disk train.py",
+            "run: --no-disk is for a plan that is made in the run; this one is given: --plan",
         ),
         (
-            "run --budget 1GiB --disk-writes 1TiB --checkpoint {cwd} --resume train.py",
-            "run: --disk-writes limits what a plan writes, and --checkpoint writes each step that it commits besides, "
-            "which is not counted; leave out one of them (--checkpoint-every N commits fewer steps)",
+            "run --budget 1GiB --no-disk --checkpoint {cwd} --resume train.py",
+            "run: --checkpoint writes each step that it commits to the disk; leave out --no-disk",
         ),
-        ("run --budget 1GiB --disk-writes much train.py", f"--disk-writes: 'much' is not a size; {SIZES}"),
         ("run --budget lots train.py", f"--budget: 'lots' is not a size; {SIZES}"),
         ("run --budget 3Gob train.py", f"--budget: '3Gob' is not a size; {SIZES}"),
         ("run --budget 0 train.py", "--budget: '0' is zero bytes; a size must be positive"),

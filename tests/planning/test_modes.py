@@ -45,7 +45,7 @@ def test_a_contradiction_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         allowed_words(words)
     with pytest.raises(UsageError, match=message):
-        asked(1 << 30, None, disk=None, disk_bytes_per_day=None, allow=words)
+        asked(1 << 30, None, disk=None, no_disk=False, allow=words)
 
 
 def test_what_a_mode_offers_and_cannot_be_done_is_left_out(a_trace: Callable[[str], Trace]) -> None:

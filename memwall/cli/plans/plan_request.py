@@ -62,8 +62,7 @@ class PlanRequest(Struct, frozen=True, kw_only=True):
     host_bytes: int | None
     """Host memory that tensors may move to, of one rank."""
     disk: "DiskChoice | None"
-    disk_writes: str | None
-    disk_bytes_per_day: int | None
+    no_disk: bool
     allowed: tuple[str, ...]
     global_batch: int | None
     model: ModelAsked
@@ -75,10 +74,10 @@ class PlanRequest(Struct, frozen=True, kw_only=True):
         Raises:
             UsageError: two options do not go together, or one has no place with this source.
         """
-        if self.ranks is not None:
-            for option, value in (("--eval-batch", self.model.eval_batch), ("--disk-writes", self.disk_writes)):
-                if value is not None:
-                    raise UsageError(f"{option} {value}: not together with --ranks; plan one process with it")
+        if self.ranks is not None and self.model.eval_batch is not None:
+            raise UsageError(
+                f"--eval-batch {self.model.eval_batch}: not together with --ranks; plan one process with it"
+            )
         if self.hardware is None and self.model.given:
             raise UsageError(f"{self.model.given}: only together with --device NAME")
         if self.hardware is None:
@@ -132,7 +131,7 @@ class PlanRequest(Struct, frozen=True, kw_only=True):
             budget=budget_bytes,
             disk=None if self.disk is None else str(self.disk.directory),
             tier_capacity_bytes=capacity_bytes if found.trace.device == "cpu" else self.host_bytes,
-            disk_writes=self.disk_bytes_per_day,
+            no_disk=self.no_disk,
             allow=self.allowed,
             global_batch=self.global_batch,
             hardware=self.hardware,
@@ -154,8 +153,6 @@ class PlanRequest(Struct, frozen=True, kw_only=True):
                 f"--device {self.device}: the trace was recorded on {trace.device}; to plan for another device give "
                 "its name, as in --device h100-80gb, or leave --device out"
             )
-        if self.disk_writes is not None and trace.device != "cpu":
-            raise UsageError(f"--disk-writes {self.disk_writes}: tensors of {trace.device} move to host memory only")
 
 
 def _check_for_phantom(allow: tuple[str, ...]) -> None:

@@ -10,7 +10,6 @@ from memwall.cli.options import (
     DiskChoice,
     Script,
     parse_budget,
-    parse_disk_writes,
     parse_host,
     require_disk,
     require_file,
@@ -58,7 +57,8 @@ class BytesBelow(Struct, frozen=True, kw_only=True):
     disk: str | None
     """The folder for offloaded bytes; None for the default one."""
     disk_bytes: int | None
-    disk_bytes_per_day: int | None
+    no_disk: bool
+    """Whether no plan may write to the disk."""
     host_bytes: int | None
 
 
@@ -117,7 +117,6 @@ def budget_or_plan(budget: str | None, plan_path: Path | None) -> int | None:
 def bytes_below(
     tier: DiskChoice | None,
     host: str | None,
-    disk_writes: str | None,
     *,
     no_disk: bool,
     is_planned: bool,
@@ -130,22 +129,19 @@ def bytes_below(
         is_committed: whether steps are committed.
 
     Raises:
-        UsageError: a text is no size, or a limit of writes does not go with the rest.
+        UsageError: a text is no size, or `--no-disk` does not go with the rest.
     """
-    host_bytes, disk_bytes_per_day = parse_host(host), parse_disk_writes(disk_writes, no_disk=no_disk)
-    if disk_bytes_per_day is not None and is_planned:
-        raise UsageError("run: --disk-writes is for a plan that is made in the run; this one is given: --plan")
-    if disk_bytes_per_day is not None and is_committed:
-        raise UsageError(
-            "run: --disk-writes limits what a plan writes, and --checkpoint writes each step that it commits besides, "
-            "which is not counted; leave out one of them (--checkpoint-every N commits fewer steps)"
-        )
+    if no_disk and is_planned:
+        raise UsageError("run: --no-disk is for a plan that is made in the run; this one is given: --plan")
+    if no_disk and is_committed:
+        raise UsageError("run: --checkpoint writes each step that it commits to the disk; leave out --no-disk")
+    host_bytes = parse_host(host)
     num_here = launched().num_local_ranks
     limit_bytes = None if tier is None else tier.limit_bytes
     return BytesBelow(
         disk=None if tier is None else str(tier.directory.absolute()),
         disk_bytes=None if limit_bytes is None else max(1, limit_bytes // num_here),
-        disk_bytes_per_day=disk_bytes_per_day,
+        no_disk=no_disk,
         host_bytes=None if host_bytes is None else max(1, host_bytes // num_here),
     )
 

@@ -8,7 +8,7 @@ from memwall.planning.technique import Technique, techniques
 
 
 class OfferedLocations:
-    """Holds the locations that are legal for a trace and within the limit on a day's writes.
+    """Holds the locations that are legal for a trace, and write to the disk where that is allowed.
 
     Attributes:
         ordinary: ways to have state on the next tier that lose nothing, the one that frees most first.
@@ -16,12 +16,12 @@ class OfferedLocations:
         leanest: the ordinary way to which last resorts are added.
         last_resorts: parts that are added to it where nothing else fits, ever more of them.
         stays: why there is no last resort; "" where there is one, or none was looked for.
-        barred: locations that would write too much in a day, the leanest one last.
+        are_barred: whether there are others, which write to the disk that nothing may be written to.
     """
 
     def __init__(self, inputs: SearchInputs) -> None:
         self._inputs = inputs
-        self.barred: list[Location] = []
+        self.are_barred = False
         ordinary = self._without_loss()
         self.ordinary = self._within_writes(() if isinstance(ordinary, str) else ordinary)
         self.lossy: list[tuple[Technique[Any], Location]] = []
@@ -53,7 +53,7 @@ class OfferedLocations:
         return found or reason
 
     def _within_writes(self, locations: tuple[Location, ...]) -> tuple[Location, ...]:
-        """Returns those that the limit on a day's writes allows."""
-        allowed = tuple(one for one in locations if self._inputs.writable_bytes(one) >= 0)
-        self.barred.extend(one for one in locations if one not in allowed)
+        """Returns those that write nothing to the disk, where nothing may be written."""
+        allowed = tuple(one for one in locations if self._inputs.allows(one))
+        self.are_barred = self.are_barred or len(allowed) < len(locations)
         return allowed

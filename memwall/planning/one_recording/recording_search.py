@@ -24,7 +24,6 @@ from memwall.predict.curve import step_seconds
 from memwall.predict.device import DeviceModel
 from memwall.predict.process import Process
 from memwall.trace.records import Trace
-from memwall.units import format_bytes
 
 # Writes wear a disk, and its time is less certain than arithmetic: forecasts of steps with state on disk a fifth
 # off (benchmarks/optimizer_state.py). Where memory suffices, state stays unless the whole step is so much shorter.
@@ -142,7 +141,7 @@ class RecordingSearch:
         return other if other is not None and other.extra_seconds < found.extra_seconds else found
 
     def _best_at(self, location: Location, *, packs: bool) -> Candidate | None:
-        if self._inputs.writable_bytes(location) < 0:
+        if not self._inputs.allows(location):
             return None
         return SearchAtLocation(self._inputs, location, packs=packs, fills=self.fills).best(self._limit_bytes)
 
@@ -233,11 +232,7 @@ class RecordingSearch:
     def _relaxations(self) -> tuple[str, ...]:
         if self.settings.hardware is None:
             helps = relaxations(self.trace, self.settings.allow, can_split=self.settings.allow_accumulation)
-            if self._offers.barred:
-                per_day = max(self._inputs.written_bytes_per_day(one) for one in self._offers.barred)
-                enough = format_bytes(per_day, rounding="up")
-                helps = (f"let {enough} be written to the disk in a day: --disk-writes SIZE", *helps)
-            return helps
+            return ("let the disk be written to: leave out --no-disk", *helps) if self._offers.are_barred else helps
         return plan_relaxations(
             self.trace,
             self.settings,

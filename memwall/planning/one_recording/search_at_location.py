@@ -230,10 +230,7 @@ class SearchAtLocation:
                 write_bytes_per_second=tier.write_bytes_per_second / batch.num_parts,
                 read_bytes_per_second=tier.read_bytes_per_second / batch.num_parts,
                 window_bytes=window_bytes,
-                capacity_bytes=min(
-                    self._inputs.capacity_bytes - self._location.held_bytes,
-                    max(0, self._inputs.writable_bytes(self._location)) // batch.num_parts,
-                ),
+                capacity_bytes=self._inputs.capacity_bytes - self._location.held_bytes if self._inputs.may_write else 0,
             )
         device = self._trace.device
         return menus, build_instance(batch.model, menus, budget_bytes=0, device=device, link=link, rows=batch.rows)

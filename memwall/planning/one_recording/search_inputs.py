@@ -1,19 +1,14 @@
 """The inputs that all candidates of a search share: the recorded step, the process model, and the disk."""
 
-import sys
-
 from memwall.planning.blocks import find_blocks
 from memwall.planning.location import Location, can_offload
 from memwall.planning.settings import Settings
-from memwall.predict.curve import step_seconds
 from memwall.predict.device import DeviceModel
 from memwall.predict.live_device import live_process
 from memwall.predict.process import Process
 from memwall.predict.timing import first_touch_seconds, smoothed
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
-
-_SECONDS_PER_DAY = 86_400
 
 
 class SearchInputs:
@@ -49,20 +44,14 @@ class SearchInputs:
         tier = self.trace.machine.next_tier
         return self.settings.tier_capacity_bytes or (0 if tier is None else tier.free_bytes)
 
-    def writable_bytes(self, location: Location) -> int:
-        """Returns the bytes that a step may write to the disk beside a location's; negative if these are too many."""
-        per_day = self.settings.disk_bytes_per_day
-        if per_day is None or self.process.next_tier != "disk":
-            return sys.maxsize
-        return int(per_day / _SECONDS_PER_DAY * self._least_seconds(location)) - location.written_bytes
+    @property
+    def may_write(self) -> bool:
+        """Tells whether steps may have bytes leave memory: not for a disk that nothing may be written to."""
+        return not (self.settings.no_disk and self.process.next_tier == "disk")
 
-    def written_bytes_per_day(self, location: Location) -> float:
-        """Returns the bytes that steps write in a day for a location alone."""
-        return location.written_bytes / self._least_seconds(location) * _SECONDS_PER_DAY
-
-    def _least_seconds(self, location: Location) -> float:
-        """Returns the seconds of a step with state and parameters there that no candidate can save."""
-        return max(1e-9, step_seconds(self.steady) - self.plain_fault_seconds + location.seconds)
+    def allows(self, location: Location) -> bool:
+        """Tells whether steps may have state and parameters there."""
+        return self.may_write or location.written_bytes <= 0
 
     def limit_bytes(self, *, has_margin: bool) -> int:
         """Returns the process bytes that a plan may use: the budget, less the forecast's error if that is to fit."""

@@ -1,4 +1,4 @@
-"""The limit on what is written in a day reaches the planner, whoever asks for it."""
+"""That nothing may be written to the disk reaches the planner, whoever asks for it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +15,16 @@ from memwall.planning.settings import Settings
 
 pytestmark = pytest.mark.slow
 
-DAY_BYTES = 2 << 40
 PLAIN = str(Path(__file__).parents[1] / "scripts" / "train_plain.py")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """The limit of each plan that is made."""
-    found: list[int | None] = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What is asked of each plan that is made."""
+    found: list[bool] = []
 
     def noted(trace: Any, settings: Settings) -> Any:
-        found.append(settings.disk_bytes_per_day)
+        found.append(settings.no_disk)
         return make_plan(trace, settings)
 
     monkeypatch.setattr("memwall.session.first_plan.make_plan", noted)
@@ -39,45 +38,45 @@ def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def test_of_fit(asked: list[int | None], tmp_path: Path) -> None:
+def test_of_fit(asked: list[bool], tmp_path: Path) -> None:
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
-    with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path), disk_writes="2TiB") as session:
+    with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path), no_disk=True) as session:
         trained(model, optimizer)
-    assert set(asked) == {DAY_BYTES}
-    with pytest.raises(UsageError, match="disk_writes is for a plan that is made in the run"):
-        memwall.fit(model, optimizer, plan=session.plan, disk_writes="2TiB")
+    assert set(asked) == {True}
+    with pytest.raises(UsageError, match="no_disk is for a plan that is made in the run"):
+        memwall.fit(model, optimizer, plan=session.plan, no_disk=True)
 
 
-def test_of_the_command(asked: list[int | None], tmp_path: Path) -> None:
+def test_of_the_command(asked: list[bool], tmp_path: Path) -> None:
     disk = ("--disk", str(tmp_path), "--json")
-    assert main(["run", "--budget", "1TiB", *disk, "--disk-writes", "2TiB", PLAIN]) in (0, 4)
-    assert set(asked) == {DAY_BYTES}
+    assert main(["run", "--budget", "1TiB", *disk, "--no-disk", PLAIN]) in (0, 4)
+    assert set(asked) == {True}
 
 
 @pytest.mark.requires("transformers", "accelerate")
-def test_of_a_trainer(asked: list[int | None], make_model: Callable[[], Any], samples: Any, tmp_path: Path) -> None:
+def test_of_a_trainer(asked: list[bool], make_model: Callable[[], Any], samples: Any, tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     from memwall.integrations.trainer import MemwallCallback
 
     arguments = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
-    callback = MemwallCallback(budget="1TiB", disk_writes="2TiB")
+    callback = MemwallCallback(budget="1TiB", no_disk=True)
     Trainer(make_model(), arguments, train_dataset=samples, callbacks=[callback]).train()
-    assert set(asked) == {DAY_BYTES}
+    assert set(asked) == {True}
 
 
 @pytest.mark.requires("transformers", "accelerate")
-def test_of_an_accelerator(asked: list[int | None]) -> None:
+def test_of_an_accelerator(asked: list[bool]) -> None:
     from accelerate import Accelerator
 
     from memwall.integrations.accelerate import MemwallPlugin
 
     model = torch.nn.Linear(8, 8)
-    with MemwallPlugin(budget="1TiB", disk_writes=DAY_BYTES) as plugin:
+    with MemwallPlugin(budget="1TiB", no_disk=True) as plugin:
         trained(*plugin.prepare(Accelerator(cpu=True), model, torch.optim.AdamW(model.parameters())))
-    assert set(asked) == {DAY_BYTES}
+    assert set(asked) == {True}
     assert plugin.session is not None
-    refused = MemwallPlugin(plan=plugin.session.plan, disk_writes=DAY_BYTES)
-    with pytest.raises(UsageError, match="disk_writes is for a plan that is made in the run"):
+    refused = MemwallPlugin(plan=plugin.session.plan, no_disk=True)
+    with pytest.raises(UsageError, match="no_disk is for a plan that is made in the run"):
         refused.prepare(Accelerator(cpu=True), model, torch.optim.AdamW(model.parameters()))
