@@ -11,7 +11,7 @@
 #   make test-torch RELEASE=2.11.0   the unit tests with another release of torch, in an environment of its own (5 GB
 #       where its wheel brings CUDA)
 #   make test-deepspeed   real DeepSpeed on CPUs, in an environment of its own
-#   make test-frameworks   the tests with PEFT, TRL, timm, Lightning, sentence-transformers and diffusers, in an
+#   make test-frameworks   the tests with PEFT, TRL, timm, Lightning, sentence-transformers, diffusers and W&B, in an
 #       environment of their own (600 MB once)
 #   make test-phantom   the tests marked `gpu` and those of the phantom CUDA device, for which `make phantom` makes an
 #       environment (the CUDA build of torch, 5 GB once; phantom/README.md)
@@ -54,8 +54,8 @@ PEFT_FOLDER := .venv/peft-$(PEFT)-$(BITSANDBYTES)
 SPHINX := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19
 SITE := .venv/site
 FRAMEWORKS := .venv/frameworks
-FRAMEWORK_PACKAGES := peft==0.21.2 bitsandbytes==0.50.2 trl==1.16.0 timm==1.0.31 lightning==2.6.6 sentence-transformers==6.2.0 diffusers==0.42.1 torch-geometric==2.8.1
-FRAMEWORK_TESTS := $(addprefix tests/integrations/test_,frameworks.py lightning.py hf_lora.py diffusers_spec.py)
+FRAMEWORK_PACKAGES := peft==0.21.2 bitsandbytes==0.50.2 trl==1.16.0 timm==1.0.31 lightning==2.6.6 sentence-transformers==6.2.0 diffusers==0.42.1 torch-geometric==2.8.1 wandb==0.31.0
+FRAMEWORK_TESTS := $(addprefix tests/integrations/,$(addprefix test_,frameworks.py lightning.py hf_lora.py diffusers_spec.py) trainer/test_reports.py)
 TORCHAO_FOLDER := .venv/torchao-$(TORCHAO)
 LOW_BIT_TESTS := $(wildcard tests/apply/optimizer_state/test_low_bit*.py)
 KERNEL_TESTS := tests/kernels/test_interpreter.py tests/kernels/test_ahead_of_time.py
