@@ -5,6 +5,7 @@ passes through here. Within its block's forward it is the plain parameter that i
 """
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -23,8 +24,13 @@ class Guard(Protocol):
     def use(self, others: Sequence["Guard"], run: Callable[[], Any]) -> Any:
         """Runs code that uses the parameter, and those of `others`, with all of them in memory."""
 
-    def replace(self, run: Callable[[], Any]) -> Any:
-        """Runs code that gives the parameter other memory, or refuses that."""
+    def replace(self, run: Callable[[], Any], new: Any, *, is_passing: bool) -> Any:
+        """Runs code that gives the parameter other memory, takes over the values, or refuses.
+
+        Args:
+            new: the tensor that it is to be; None where there is none.
+            is_passing: nobody else holds that tensor, so that its values are all there is to it.
+        """
 
     def show(self, run: Callable[[], Any]) -> Any:
         """Runs code that makes another tensor over the parameter's memory, to be read or written later."""
@@ -70,7 +76,9 @@ class GuardedParameter(nn.Parameter):
             if func in _REPLACING:
                 if len(args) > 1 and args[1] is args[0]:
                     return None  # .to() and .float() where nothing is to be changed
-                return used[0].replace(lambda: func(*args, **kwargs))
+                new = args[1] if func == _Tensor.data.__set__ else None
+                is_passing = new is not None and sys.getrefcount(new) <= _REFERENCES_OF_PASSING
+                return used[0].replace(lambda: func(*args, **kwargs), new, is_passing=is_passing)
             if func in _SHARING:
                 return used[0].show(lambda: func(*args, **kwargs))
             return used[0].use(used[1:], lambda: func(*args, **kwargs))
@@ -131,3 +139,30 @@ _ON_GRADIENT: dict[Any, Callable[..., Any]] = {
     _Tensor.grad.__set__: lambda guard, value: guard.set_gradient(value),
     _Tensor.grad.__delete__: lambda guard: guard.set_gradient(None),
 }
+
+
+class _Counting(nn.Parameter):
+    """Counts who refers to a tensor that is assigned to its data, and gets no name where that is done."""
+
+    num_references = 0
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with without_subclass_functions():
+            if func == _Tensor.data.__set__:
+                new = args[1]
+                cls.num_references = sys.getrefcount(new)
+            return func(*args, **kwargs)
+
+
+def _references_of_passing() -> int:
+    """Returns what refers to a tensor that is assigned where it is computed, and held by nobody else."""
+    probe = _Counting(torch.empty(1))
+    probe.data = torch.empty(1)
+    return _Counting.num_references
+
+
+_REFERENCES_OF_PASSING = _references_of_passing()  # here: within a function of a subclass torch calls no other

@@ -31,6 +31,8 @@ from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
+_OTHERS = " (others that follow are not named; MEMWALL_LOG=info shows each)"
+
 
 class StreamedParameter:
     """Holds one parameter of the tier, and guards its uses."""
@@ -96,8 +98,8 @@ class StreamedParameter:
     def show(self, run: Callable[[], Any]) -> Any:
         return self._tier.show(self, run)
 
-    def replace(self, run: Callable[[], Any]) -> Any:
-        return self._tier.replace(self, run)
+    def replace(self, run: Callable[[], Any], new: Any, *, is_passing: bool) -> Any:
+        return self._tier.replace(self, run, new, is_passing=is_passing)
 
     def get_gradient(self) -> Tensor | None:
         return self.gradient.handle if self.gradient.handle is not None else self.parameter.grad
@@ -140,6 +142,7 @@ class ParameterTier:
         self.on_replaced: Callable[[StreamedParameter], None] | None = None
         """Is told, while models are built, that a parameter has left the tier, to be given other memory."""
         self._members: dict[int, StreamedParameter] = {}
+        self._has_told = False
         self._patch: Patch | None = None  # one for all of them: each is exposed and guarded again in every step
         # Used outside blocks, the longest ago first; in memory until the window is full.
         self._used: dict[StreamedParameter, None] = {}
@@ -256,10 +259,10 @@ class ParameterTier:
         ):
             # One that its block holds is used by a recomputation within the block's own forward.
             for member in [member for member in members if member.num_holders == 0]:
-                _log.warning(
-                    "%s is used outside the block that it belongs to; its %s stay in memory from now on; use it "
-                    "through its own module to have it on disk",
-                    *(member.name, format_bytes(member.values.num_bytes)),
+                self._tell_that_stays(
+                    member,
+                    "is used outside the block that it belongs to",
+                    "use it through its own module to have it on disk",
                 )
                 self.give_up(member)
         self._shrink()
@@ -286,21 +289,45 @@ class ParameterTier:
         """Lets go of parameters that are shown, unless somebody still holds tensors over their memory."""
         self.put_away([member for member in self if member.values.is_shown])
 
-    def replace(self, member: StreamedParameter, run: Callable[[], Any]) -> Any:
+    def replace(self, member: StreamedParameter, run: Callable[[], Any], new: Any, *, is_passing: bool) -> Any:
         """Runs code that gives a parameter other memory: while models are built, of one that has left.
 
+        Later, what a script makes anew in each step, as an average of weights, goes to where the parameter lies.
+        Memory that the script holds as well becomes the parameter's, which stays in memory then.
+
+        Args:
+            new, is_passing: see `Guard`.
+
         Raises:
-            ApplyError: what is on disk is in use.
+            ApplyError: it would be of another kind, and what is on disk is in use.
         """
-        if self.on_replaced is None:
+        if self.on_replaced is not None:
+            self.give_up(member)
+            result = run()
+            self.on_replaced(member)
+            return result
+        if new is None or not _is_alike(new, member.parameter):
             raise ApplyError(
                 f"{member.name} was given other memory (as .to() and .half() do) while memwall keeps it on disk; "
                 "change the model before its first step"
             )
+        if is_passing and not member.num_holders and not member.is_aliased and not member.has_graph:
+            return self.use([member], lambda: self._overwrite(member, new))
+        self._tell_that_stays(member, "is given memory that the script holds as well", "assign a new tensor to .data")
         self.give_up(member)
-        result = run()
-        self.on_replaced(member)
-        return result
+        return run()
+
+    @staticmethod
+    @torch.no_grad()
+    def _overwrite(member: StreamedParameter, new: Tensor) -> None:
+        member.values.tensor.copy_(new)
+
+    def _tell_that_stays(self, member: StreamedParameter, why: str, advice: str) -> None:
+        """Says of the first parameter, and in the log of each, why it stays in memory from now on."""
+        level, others = logging.INFO if self._has_told else logging.WARNING, "" if self._has_told else _OTHERS
+        size = format_bytes(member.values.num_bytes)
+        _log.log(level, "%s %s; its %s stay in memory from now on; %s%s", member.name, why, size, advice, others)
+        self._has_told = True
 
     def _shrink(self) -> None:
         """Lets go of parameters used longest ago, until the window holds the rest."""
@@ -379,6 +406,12 @@ class ParameterTier:
         if not self._members and self._patch is not None:
             self._patch.undo()
             self._patch = None
+
+
+def _is_alike(new: Tensor, parameter: nn.Parameter) -> bool:
+    """Tells whether a tensor's elements can lie where a parameter's do."""
+    is_there = (new.shape, new.stride()) == (parameter.shape, parameter.stride())
+    return type(new) is Tensor and is_there and (new.dtype, new.device) == (parameter.dtype, parameter.device)
 
 
 def _num_references(parameter: nn.Parameter) -> int:

@@ -167,6 +167,30 @@ def test_other_memory_is_refused(model: nn.Module, streaming: ParameterStreaming
     assert model[0].weight.dtype == torch.float32
 
 
+def test_an_average_that_is_assigned_goes_to_disk(model: nn.Module, streaming: ParameterStreaming) -> None:
+    """A teacher's weights are new tensors in each step, which nobody else holds."""
+    expected = [0.9 * weight.detach().clone() + 0.1 for weight in weights(model)]
+    for weight in weights(model):
+        weight.data = weight.data * 0.9 + 0.1
+    assert streaming.away_bytes == 6 * 16 * KIB
+    assert streaming.resident_bytes <= 2 * 32 * KIB
+    assert all(torch.equal(weight, value) for weight, value in zip(weights(model), expected, strict=True))
+
+
+def test_memory_that_the_script_holds_as_well_is_the_parameters(
+    model: nn.Module, streaming: ParameterStreaming, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights that are exchanged for averages and back: what is written to either is seen in both."""
+    new = [torch.ones(64, 64) for _ in range(6)]
+    for weight, value in zip(weights(model), new, strict=True):
+        weight.data = value
+    new[0].add_(1)
+    assert torch.equal(model[0].weight, torch.full((64, 64), 2.0))
+    assert streaming.away_bytes == 0
+    assert "0.weight is given memory that the script holds as well; its 16.0 KiB stay in memory" in caplog.text
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+
+
 def test_moving_to_where_it_is_changes_nothing(model: nn.Module, state_pool: TransferPool) -> None:
     before = everything(model)
     with streamed(model, state_pool, window_bytes=32 * KIB) as streaming:
