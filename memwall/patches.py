@@ -16,10 +16,11 @@ import functools
 import itertools
 import logging
 import os
+import random
 import types
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
 from msgspec import Struct
@@ -299,3 +300,16 @@ def _name_of(owner: Any) -> str:
         return owner.__name__
     named = owner if hasattr(owner, "__qualname__") else type(owner)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+@contextmanager
+def with_random_numbers_kept() -> Iterator[None]:
+    """Has a script's next random numbers, of Python's `random`, be those that come without memwall.
+
+    Libraries draw some where they are loaded, as rich does for its styles.
+    """
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)

@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 
 from memwall.apply.offload.parking import close_once_unneeded
 from memwall.errors import ApplyError, MemwallError, OutOfMemoryError
-from memwall.patches import Patches, undo_all
+from memwall.patches import Patches, undo_all, with_random_numbers_kept
 from memwall.planning.planfile import Plan
 from memwall.session.first_plan import asked, check_device, check_device_has, check_plan_is_for
 from memwall.session.interruptions import interruptions_put_off
@@ -386,4 +386,5 @@ class Session:
 
     def _show_plan(self) -> None:
         if self.on_plan is not None:
-            self.on_plan(self)
+            with with_random_numbers_kept():
+                self.on_plan(self)

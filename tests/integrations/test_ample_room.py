@@ -1,5 +1,6 @@
 """Scripts that have room to spare run as they are; those that turn out to need a plan get one, before the next step."""
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -187,6 +188,18 @@ def test_what_may_need_a_plan_is_handed_over_once(watched: Watched, needs_more: 
     needs_more(watched)
     assert len(watched.taken_over) == 1
     assert watched.room.is_over
+
+
+def test_a_script_draws_the_numbers_that_it_draws_without_memwall(watched: Watched) -> None:
+    """GIVEN what is loaded when the run is handed over draws some itself THEN those of the script are the same."""
+    state, model = random.getstate(), nn.Linear(4, 4)
+    (optimizer,) = sgd(model)
+    step(model, optimizer)
+    watched.room._take_over = lambda _: random.seed(1)
+    watched.held_bytes = BUDGET_BYTES
+    step(model, optimizer)
+    assert watched.room.is_over
+    assert random.getstate() == state
 
 
 def test_a_process_of_several_is_handed_over(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from memwall.logs import tell
 from memwall.machine.limits import memory_limit_bytes
 from memwall.machine.meter import HostMeter, process_bytes, process_peak_bytes
 from memwall.machine.process_group import num_processes
-from memwall.patches import Patches
+from memwall.patches import Patches, with_random_numbers_kept
 from memwall.torch_internals.autograd import current_node, execution_is_transformed, version_of
 from memwall.units import format_bytes
 
@@ -275,7 +275,8 @@ class AmpleRoom:
         if self.has_told:
             tell(f"the process has held more than {quarter}: its next step is recorded, and planned from")
         try:
-            self._take_over(module)
+            with with_random_numbers_kept():
+                self._take_over(module)
         except MemwallError as error:
             self.failure = error.without_frames()
             raise
