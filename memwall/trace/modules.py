@@ -1,7 +1,7 @@
 """The module table of a trace: which modules there are, how they nest, and whose weights they hold."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -94,3 +94,17 @@ def fingerprint(roots: Sequence[nn.Module]) -> str:
         for name, parameter in root.named_parameters():
             digest.update(f"{prefix}.{name}:{tuple(parameter.shape)}:{parameter.dtype}\n".encode())
     return digest.hexdigest()
+
+
+def as_moved(root: nn.Module, known: set[int] | None = None) -> Iterator[nn.Module]:
+    """Yields modules in the order in which they come to a device: torch/nn/modules/module.py, `Module._apply`.
+
+    Args:
+        known: identities of modules that are left out, to which those met are added.
+    """
+    known = set() if known is None else known
+    known.add(id(root))
+    for child in root.children():
+        if id(child) not in known:
+            yield from as_moved(child, known)
+    yield root

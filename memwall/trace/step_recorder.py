@@ -26,7 +26,7 @@ from memwall.trace.attached import attach_hook
 from memwall.trace.device_timer import DeviceTimer
 from memwall.trace.event_log import EventLog
 from memwall.trace.gathered import Gathered
-from memwall.trace.modules import ModuleTable
+from memwall.trace.modules import ModuleTable, as_moved
 from memwall.trace.op_work import OpWork, own_work_of, work_of
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Phase
@@ -151,12 +151,13 @@ class StepRecorder(StepMode):
             running_root: a root that is being called right now, from a hook of its own before its forward.
         """
         for root in self.table.roots:
-            for parameter in root.parameters():
-                self.log.existing(local_part(parameter), "parameter")
-                if parameter.grad is not None:
-                    self.log.existing(local_part(parameter.grad), "gradient")
-            for buffer in root.buffers():
-                self.log.existing(local_part(buffer), "buffer")
+            for module in as_moved(root):
+                for parameter in nn.Module.parameters(module, recurse=False):
+                    self.log.existing(local_part(parameter), "parameter")
+                    if parameter.grad is not None:
+                        self.log.existing(local_part(parameter.grad), "gradient")
+                for buffer in nn.Module.buffers(module, recurse=False):
+                    self.log.existing(local_part(buffer), "buffer")
             for _, weights in plain_layers(root):
                 self.log.put_together([local_part(weight) for weight in weights])
         for tensor in _state_of(optimizers):

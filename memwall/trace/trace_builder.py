@@ -263,9 +263,11 @@ def run_recorded(
         builder.start_step(optimizer)
         try:
             for _ in range(num_micro_batches):
-                workload.loss(model, batch).backward()
+                loss = workload.loss(model, batch)
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            del loss  # until here, as in most loops: a mean of squares has as many bytes as what it is the mean of
             builder.finish_step(optimizer)
         finally:
             builder.cancel_step()

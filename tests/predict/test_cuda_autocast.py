@@ -46,6 +46,27 @@ def test_autocast_runs_in_float32_what_it_does_on_cuda(
     assert dtypes() == {torch.float32}
 
 
+JOINED = {
+    "cat": lambda x: torch.cat((x, x.float())),
+    "stack": lambda x: torch.stack((x, x.float())),
+}
+
+
+@pytest.mark.parametrize("name", sorted(JOINED))
+def test_what_is_joined_with_float32_is_read_where_it_is(
+    name: str, workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    """GIVEN a product in bfloat16 THEN it has one copy in float32, the one that the script makes."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return JOINED[name](model(batch)).sum()
+
+    step = recorded(workload_of(lambda: nn.Linear(64, 48), lambda: torch.ones(8, 64), loss=loss), "a100-80gb").steps[-1]
+    copies = [s for s in step.storages if s.nbytes == 4 * 8 * 48 and s.phase in ("forward", "loss") and s.birth >= 0]
+    assert len(copies) == 1
+
+
 @pytest.mark.parametrize(("dtype", "num_large"), [(torch.float16, 1), (torch.bfloat16, 2)])
 def test_softmax_is_fused_with_its_cast_from_float16(
     dtype: torch.dtype, num_large: int, workload_of: Callable[..., Workload], recorded: Callable[..., Trace]

@@ -77,6 +77,24 @@ def test_statistics_of_a_layer_norm_are_in_float32(
     assert [(s.nbytes, s.dtype) for s in step.storages if s.birth == at][1:] == [(400, "float32")] * 2
 
 
+def test_statistics_of_a_batch_norm_under_autocast_are_in_float32(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    """Source: aten/src/ATen/native/cuda/Normalization.cu, `batch_norm_cuda`."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return model(batch).float().sum()
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16))
+
+    trace = recorded(workload_of(model, lambda: torch.zeros(4, 3, 8, 8), loss=loss), "h100-80gb")
+    step = trace.steps[-1]
+    at = next(n for n, op in enumerate(step.ops) if trace.names[op.name] == "aten.native_batch_norm.default")
+    assert [(s.nbytes, s.dtype) for s in step.storages if s.birth == at][1:] == [(64, "float32")] * 2
+
+
 def test_a_dropout_allocates_its_mask_first(
     workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
 ) -> None:

@@ -28,8 +28,13 @@ _FLOAT32 = (
 _FLOAT32_RESULT = ("cumsum", "cumprod", "sum", "sum.dim_IntList", "linalg_vector_norm")
 # Fused with the cast on CUDA for float16, so that there is no copy of the input: SoftMax.cpp, `softmax`.
 _FUSED_CAST = {"softmax.int": "_softmax", "log_softmax.int": "_log_softmax"}
-# On the CPU's list alone; on CUDA what it consists of is on the lists.
-_CPU_ONLY = ("cross_entropy_loss",)
+# On the CPU's lists alone. On CUDA they run in the types that they are given, and kernels that join tensors of several
+# read each where it is: Shape.cu, `cat_out_cuda`. What a loss consists of is on the lists.
+_CPU_ONLY = (
+    *("cross_entropy_loss", "cat", "stack", "index_copy", "avg_pool3d", "adaptive_avg_pool3d", "max_pool3d"),
+    *("adaptive_max_pool3d", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d"),
+    *("replication_pad3d", "grid_sampler_2d", "grid_sampler_3d"),
+)
 
 
 @contextmanager

@@ -34,10 +34,10 @@ def cuda_results() -> AbstractContextManager[object]:
 
 
 def _with_float32_statistics(out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns a layer norm's mean and deviation in the dtype that they are computed in.
+    """Returns a norm's mean and deviation in the dtype that they are computed in.
 
-    Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu, `layer_norm_cuda`: `acc_type`. On a CPU they have the dtype
-    of the input.
+    Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu, `layer_norm_cuda`: `acc_type`; Normalization.cu,
+    `batch_norm_cuda`: `toAccumulateType`. On a CPU they have the dtype of the input.
     """
     normed, mean, deviation = out
     if normed.dtype not in (torch.float16, torch.bfloat16):
@@ -45,4 +45,7 @@ def _with_float32_statistics(out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor
     return normed, mean.to(torch.float32), deviation.to(torch.float32)
 
 
-_RULES: dict[Any, Callable[[Any], Any]] = {_aten.native_layer_norm.default: _with_float32_statistics}
+_RULES: dict[Any, Callable[[Any], Any]] = {
+    _aten.native_layer_norm.default: _with_float32_statistics,
+    _aten.native_batch_norm.default: _with_float32_statistics,
+}

@@ -132,15 +132,19 @@ def _on_device(step: Step, number: int, names: tuple[str, ...], hardware: Hardwa
     """Moves a step's tensors to the device, where cuBLAS has its workspaces.
 
     Step counters of optimizers that are neither fused nor capturable stay in host memory: torch/optim/adam.py and its
-    kin, `_init_group`. So does what `torch.tensor(value)` copies its value from, which is there for that call alone.
+    kin, `_init_group`; and what is added to them. So does what `torch.tensor(value)` copies its value from, which is
+    there for that call alone.
     """
     step = with_sums_in_place(step, names)
-    constants = {number for op in step.ops if names[op.name] == _LIFT for number in op.inputs}
+    lifts = [op for op in step.ops if names[op.name] == _LIFT]
+    constants = {number for op in lifts for number in op.inputs}
+    added = {number for op in lifts if op.phase == "optimizer" for number in op.outputs}
     has_host_counters = not any("_fused_" in names[op.name] for op in step.ops if op.phase == "optimizer")
     storages = []
     for index, storage in enumerate(step.storages):
         is_constant = index in constants and storage.category == "input" and storage.birth < 0
-        is_counter = storage.category == "optimizer_state" and storage.nbytes <= _COUNTER_BYTES
+        is_counter = storage.category == "optimizer_state" or index in added
+        is_counter = is_counter and storage.nbytes <= _COUNTER_BYTES
         if storage.device == "cpu" and not is_constant and not (is_counter and has_host_counters):
             storage = msgspec.structs.replace(storage, device="cuda")
         storages.append(storage)
