@@ -5,17 +5,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memwall.cli.options import JsonOption, require_file
+from memwall.cli.options import JsonOption, require_file, require_writable
 from memwall.errors import UsageError
 
 if TYPE_CHECKING:
-    from memwall.report.difference import Side, Source
+    from memwall.cli.comparison import ReadSide
+    from memwall.report.difference import Difference
 
-_EXPECTED = "two traces (memwall profile), two plans (memwall plan) or two run reports (memwall run --report)"
+_EXPECTED = (
+    "two traces (memwall profile), two plans (memwall plan), two run reports (memwall run --report), or two snapshots "
+    "(torch.cuda.memory._dump_snapshot())"
+)
 
 
 def diff(
-    before: Annotated[Path, typer.Argument(metavar="A", help="Trace, plan or run report.")],
+    before: Annotated[Path, typer.Argument(metavar="A", help="Trace, plan, run report or CUDA memory snapshot.")],
     after: Annotated[Path, typer.Argument(metavar="B", help="Another of the same kind.")],
     fail_over: Annotated[
         str | None,
@@ -23,12 +27,21 @@ def diff(
             "--fail-over", metavar="PCT", help="Exit with 3 if the peak of B is more than PCT percent above A's."
         ),
     ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="page.html", help="Also write a page with both curves.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what changed from A to B: peak, phases, who holds it."""
     percent = None if fail_over is None else _percent(fail_over)
     for path in (before, after):
         require_file(path, expected=_EXPECTED)
+    if output is not None:
+        require_writable(output, option="--output")
+        for path in (before, after):
+            if output.exists() and output.samefile(path):
+                raise UsageError(f"--output: {output} is a file that is read; choose another name")
+    from memwall.cli.comparison import read_side
     from memwall.cli.output import show
     from memwall.cli.source import source_kind
     from memwall.report.difference import difference_of, exit_status
@@ -40,8 +53,10 @@ def diff(
         raise UsageError(
             f"{before} is a {kinds[0]}, {after} is a {kinds[1]}; expected two files of one kind: {_EXPECTED}{hint}"
         )
-    first, second = (_side_of(path, kinds[0]) for path in (before, after))
-    difference = difference_of(first, second, fail_over_percent=percent)
+    first, second = read_side(before, kinds[0], "A"), read_side(after, kinds[1], "B")
+    difference = difference_of(first.side, second.side, fail_over_percent=percent)
+    if output is not None:
+        _save_page(difference, first, second, output)
     show(difference_report(difference), difference, as_json=as_json)
     raise typer.Exit(exit_status(difference))
 
@@ -56,22 +71,17 @@ def _percent(text: str) -> float:
     return percent
 
 
-def _side_of(path: Path, kind: "Source") -> "Side":
-    """Reads a file to be compared.
+def _save_page(difference: "Difference", first: "ReadSide", second: "ReadSide", output: Path) -> None:
+    from memwall.report.difference_grids import difference_grids, difference_scope, difference_verdict
+    from memwall.report.html import Page, save_page
 
-    Raises:
-        MemwallError: it cannot be read; the message names the file.
-    """
-    from memwall.report.comparison import plan_side, run_side, trace_side
-
-    if kind == "trace":
-        from memwall.trace.file import load_trace
-
-        return trace_side(load_trace(path), str(path))
-    if kind == "plan":
-        from memwall.planning.planfile import Plan
-
-        return plan_side(Plan.load(path), str(path))
-    from memwall.observe.run_report import RunReport
-
-    return run_side(RunReport.load(path), str(path))
+    page = Page(
+        title=f"memwall diff: {Path(difference.before).name} and {Path(difference.after).name}",
+        verdict=difference_verdict(difference),
+        overlaid=(first.total, second.total) if first.total is not None and second.total is not None else None,
+        curves=tuple(side.stacked for side in (first, second) if side.stacked is not None),
+        curves_title="Each by category",
+        grids=difference_grids(difference),
+        notes=tuple(difference_scope(difference).split("\n")),
+    )
+    save_page(page, output)

@@ -1,4 +1,4 @@
-"""Runs `memwall report`: writes a trace, plan or run for a browser, Perfetto, memory_viz or a script."""
+"""Runs `memwall report`: writes a trace, snapshot, plan or run for a browser, Perfetto, memory_viz or a script."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from memwall.report.difference import Source
     from memwall.report.html import Page
     from memwall.trace.records import Trace
+    from memwall.trace.snapshot.records import Snapshot
 
 Format = Literal["html", "perfetto", "memory_viz", "json"]
 
 _EXPECTED = (
-    "a trace written by memwall profile, a plan written by memwall plan, or a report written by memwall run --report"
+    "a trace written by memwall profile, a plan written by memwall plan, a report written by memwall run --report, or "
+    "a snapshot written by torch.cuda.memory._dump_snapshot()"
 )
 _FORMATS: dict[str, tuple[Format, ...]] = {
     "trace": ("html", "perfetto", "memory_viz", "json"),
+    "snapshot": ("html", "perfetto", "memory_viz", "json"),
     "plan": ("html", "json"),
     "run": ("html", "json"),
 }
@@ -42,14 +45,16 @@ class Written(Struct, frozen=True, kw_only=True):
 
     schema: str = "memwall.written/1"
     source: str
-    source_kind: Literal["trace", "plan", "run"]
+    source_kind: Literal["trace", "snapshot", "plan", "run"]
     format: Format
     file: str
     num_bytes: int
 
 
 def report(
-    source: Annotated[Path, typer.Argument(metavar="TRACE|plan.json|run.json", help="What the report is made of.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="TRACE|plan.json|run.json|SNAPSHOT", help="What the report is made of.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the report is written.")],
     format_name: Annotated[
         str | None,
@@ -103,7 +108,7 @@ def _writers(source: Path) -> tuple["Source", _Writers]:
     from memwall.cli.source import source_kind
 
     kind = source_kind(source, expected=_EXPECTED)
-    makers = {"trace": _trace_writers, "plan": _plan_writers, "run": _run_writers}
+    makers = {"trace": _trace_writers, "snapshot": _snapshot_writers, "plan": _plan_writers, "run": _run_writers}
     return kind, makers[kind](source)
 
 
@@ -120,6 +125,22 @@ def _trace_writers(source: Path) -> _Writers:
         "perfetto": lambda path: save_perfetto(trace, path),
         "memory_viz": lambda path: save_memory_viz(trace, path),
         "json": lambda path: _save_json(trace_summary(trace), path),
+    }
+
+
+def _snapshot_writers(source: Path) -> _Writers:
+    from memwall.cli.source import snapshot_summary
+    from memwall.report.html import save_page
+    from memwall.report.memory_viz import save_memory_viz
+    from memwall.report.perfetto import save_perfetto
+    from memwall.trace.snapshot.read import load_snapshot
+
+    snapshot = load_snapshot(source)
+    return {
+        "html": lambda path: save_page(_snapshot_page(snapshot, source), path),
+        "perfetto": lambda path: save_perfetto(snapshot, path),
+        "memory_viz": lambda path: save_memory_viz(snapshot, path),
+        "json": lambda path: _save_json(snapshot_summary(snapshot), path),
     }
 
 
@@ -162,6 +183,13 @@ def _trace_page(trace: "Trace", source: Path) -> "Page":
         grids=tuple(phase_grid(trace, step) for step in steps),
         notes=(*process_note(trace, highest), trace_scope(trace)),
     )
+
+
+def _snapshot_page(snapshot: "Snapshot", source: Path) -> "Page":
+    from memwall.cli.source import analysed_devices
+    from memwall.report.snapshot_page import snapshot_page
+
+    return snapshot_page(analysed_devices(snapshot), f"memwall snapshot: {source.name}")
 
 
 def _save_json(record: Struct, path: Path) -> None:

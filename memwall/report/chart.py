@@ -1,4 +1,4 @@
-"""Curves as figures in plotly's own form: each as a stack of layers.
+"""Curves as figures in plotly's own form: one as a stack of layers, or two over each other.
 
 Data and layout are dictionaries, because that is what plotly.js takes; their keys are plotly's attributes.
 """
@@ -14,7 +14,10 @@ from memwall.units import format_bytes
 _AXIS_TITLES: dict[PositionUnit, str] = {
     "seconds": "seconds of computing",
     "operations": "operations",
+    "events": "events of the allocator",
 }
+# A and B: apart for the common colour blindnesses, on a light and on a dark page.
+_OVERLAID = ("#5f8fc9", "#d9731a")
 # Distinguishable with the common colour blindnesses, and on both a light and a dark page.
 _COLOURS = {
     "base": "#8a93a1",
@@ -25,6 +28,10 @@ _COLOURS = {
     "input": "#6bb8a9",
     "activation": "#e08e3c",
     "temporary": "#e5c453",
+    "unknown": "#9aa6b5",
+    # Of a snapshot: held, but in use by nobody.
+    "stranded": "#c9473d",
+    "idle segments": "#e9b9b4",
 }
 _OTHER_COLOUR = "#a0a0a0"
 _SHADES = {"forward": 0.05, "loss": 0.3, "backward": 0.13, "optimizer": 0.22, "eval": 0.05}
@@ -84,15 +91,46 @@ def chart_of(curve: Curve, scale: Scale) -> dict[str, Any]:
             shapes.append(_level_shape(level_bytes / scale.unit_bytes, name, dash))
             edge = "bottom" if level_bytes == highest_bytes else "top"
             notes.append(_level_note(level_bytes, name, side, edge, scale))
-    return {"data": data, "layout": _layout(curve, scale, shapes, notes)}
+    return {"data": data, "layout": _layout(curve, scale, shapes, notes, names_phases=bool(curve.bands))}
 
 
-def _layout(curve: Curve, scale: Scale, shapes: list[dict[str, Any]], notes: list[dict[str, Any]]) -> dict[str, Any]:
+def overlay_chart(first: Curve, second: Curve) -> dict[str, Any]:
+    """Returns data and layout of the totals of two curves over the same unit: the first filled, the second a line."""
+    scale = scale_of((first, second))
+    last = scale.last_positions[first.position_unit]
+    data: list[dict[str, Any]] = []
+    notes: list[dict[str, Any]] = []
+    higher = 0 if max(first.total_bytes) >= max(second.total_bytes) else 1
+    for index, (name, curve) in enumerate((("A", first), ("B", second))):
+        colour = _OVERLAID[index]
+        line = _line(curve, curve.total_bytes, scale, name, {"shape": "hv", "width": 1.75, "color": colour})
+        data.append(line | ({"fill": "tozeroy", "fillcolor": colour + "40"} if index == 0 else {}))
+        is_left = curve.peak_position <= last / 2
+        notes.append(
+            {
+                "name": name,
+                "text": f"{name}: {format_bytes(max(curve.total_bytes))}",
+                "x": curve.peak_position,
+                "y": max(line["y"]),
+                "xanchor": "left" if is_left else "right",
+                # The higher label above its curve, the lower one below: they never meet.
+                "yanchor": "bottom" if index == higher else "top",
+                "yshift": 2 if index == higher else -12,
+                "showarrow": False,
+                "font": {"color": colour},
+            }
+        )
+    return {"data": data, "layout": _layout(first, scale, [], notes, names_phases=False)}
+
+
+def _layout(
+    curve: Curve, scale: Scale, shapes: list[dict[str, Any]], notes: list[dict[str, Any]], *, names_phases: bool
+) -> dict[str, Any]:
     last = scale.last_positions[curve.position_unit]
     return {
         "shapes": shapes,
         "annotations": notes,
-        **({} if curve.bands else {"margin": {"t": 16}}),
+        **({} if names_phases else {"margin": {"t": 16}}),
         "xaxis": {"range": [0, last], "title": {"text": _AXIS_TITLES[curve.position_unit]}},
         "yaxis": {"range": [0, scale.most_bytes / scale.unit_bytes], "title": {"text": scale.unit}},
     }

@@ -1,15 +1,17 @@
-"""Picks what of a trace, a plan or a run is compared with another of its kind."""
+"""Picks what of a trace, a plan, a run or a snapshot is compared with another of its kind."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from memwall.observe.run_report import RunReport
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan
 from memwall.predict.curve import LineShare, Share, peak_of, step_seconds
+from memwall.predict.snapshot.analysis import DeviceAnalysis
 from memwall.report.difference import Group, Quantity, Side
 from memwall.report.plan_grids import PLACES
 from memwall.report.trace_grids import highest_point, phase_peaks, shown_steps
 from memwall.trace.records import Trace
+from memwall.trace.snapshot.records import Snapshot
 from memwall.trace.tags import trace_tag
 from memwall.units import format_bytes
 
@@ -97,6 +99,34 @@ def run_side(run: RunReport, source: str) -> Side:
     )
 
 
+def snapshot_side(snapshot: Snapshot, analyses: Sequence[DeviceAnalysis], source: str) -> Side:
+    """Returns the caching allocator's memory of each device of a snapshot, and who holds what is in use at most."""
+    quantities: list[Quantity] = []
+    for analysis in sorted(analyses, key=lambda found: found.device):
+        where = f"GPU {analysis.device}: " if len(analyses) > 1 else ""
+        used, held = analysis.peak.fragmentation, analysis.reserved_peak.fragmentation
+        quantities += [
+            Quantity("peak", f"{where}most in use", used.active_bytes),
+            Quantity("peak", f"{where}most held", held.reserved_bytes),
+            Quantity("quantity", f"{where}stranded when most was held", held.stranded_bytes),
+            Quantity("quantity", f"{where}idle segments then", held.idle_bytes),
+            Quantity("quantity", f"{where}in use at the end", analysis.final.fragmentation.active_bytes),
+            *_shares("category", analysis.by_category, where),
+            *_shares("line", analysis.by_line, where),
+        ]
+    return Side(
+        source=source,
+        kind="snapshot",
+        tag="external",
+        quantities=tuple(quantities),
+        conditions={
+            "devices": str(len(analyses)),
+            "allocator settings": snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF") or "default",
+            "history": "recorded" if any(snapshot.traces) else "none",
+        },
+    )
+
+
 def _conditions(forecast: Forecast, budget_bytes: int | None) -> dict[str, str]:
     budget = "none" if budget_bytes is None else format_bytes(budget_bytes, rounding="down")
     return {"device": forecast.device, "budget": budget}
@@ -110,8 +140,8 @@ def _places(peak: PeakBytes) -> Iterator[Quantity]:
             yield Quantity("quantity", "allocated" if field == "allocated_bytes" else name, num_bytes)
 
 
-def _shares(group: Group, shares: Iterable[Share | LineShare]) -> Iterator[Quantity]:
+def _shares(group: Group, shares: Iterable[Share | LineShare], where: str = "") -> Iterator[Quantity]:
     for share in shares:
         # A path or a line as it is; a category, which a module's holder may be, too, in words.
         is_category = group == "category" or share.name.startswith("(")
-        yield Quantity(group, share.name.replace("_", " ") if is_category else share.name, share.num_bytes)
+        yield Quantity(group, where + (share.name.replace("_", " ") if is_category else share.name), share.num_bytes)

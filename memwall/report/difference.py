@@ -8,7 +8,7 @@ from msgspec import Struct
 from memwall.trace.tags import Tag
 from memwall.units import format_bytes
 
-Source = Literal["trace", "plan", "run"]
+Source = Literal["trace", "plan", "run", "snapshot"]
 Group = Literal["peak", "quantity", "phase", "category", "module", "line"]
 """`peak`: what a limit on growth is about. The others say where it comes from."""
 

@@ -17,6 +17,7 @@ _COUNTED = {
     "trace": "bytes of live tensors",
     "plan": "bytes of the process, as predicted",
     "run": "bytes of the process, as measured",
+    "snapshot": "memory of torch's caching allocator",
 }
 
 

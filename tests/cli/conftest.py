@@ -39,15 +39,16 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder, to be read only, with trace, plan and run report of a script, and a snapshot of 8 MiB."""
+    """A folder, to be read only, with trace, plan and run report of a script, and snapshots of 8, 10 and 12 MiB."""
     folder = tmp_path_factory.mktemp("made")
     assert main(["profile", "-o", f"{folder}/t.trace", PLAIN]) == 0
     assert main(["plan", f"{folder}/t.trace", "--budget", "8GiB", "-o", f"{folder}/plan.json"]) == 0
     assert main(["run", "--plan", f"{folder}/plan.json", "--report", f"{folder}/run.json", PLAIN]) in (0, 4)
-    history = History()
-    history.segment(0, 20 * MIB)
-    history.alloc(0, 8 * MIB, 8 * MIB, [frame("/home/me/train.py", 3, "step")])
-    (folder / "s8.pickle").write_bytes(pickle.dumps(history.snapshot()))
+    for num_mib in (8, 10, 12):
+        history = History()
+        history.segment(0, 20 * MIB)
+        history.alloc(0, num_mib * MIB, num_mib * MIB, [frame("/home/me/train.py", 3, "step")])
+        (folder / f"s{num_mib}.pickle").write_bytes(pickle.dumps(history.snapshot()))
     return folder
 
 

@@ -18,9 +18,9 @@ SIZES = "expected a number with a unit, such as 10GiB, 800MiB, 24GB, plain bytes
 OPTIONS = {
     "checkpoint": {"--to", "--output", "--json"},
     "demo": {"--budget", "--out", "--json"},
-    "diff": {"--fail-over", "--json"},
+    "diff": {"--fail-over", "--output", "--json"},
     "doctor": {"--disk", "--json"},
-    "explain": {"--json"},
+    "explain": {"--torch", "--json"},
     "export": {"--to", "--output", "--world-size", "--disk", "--json"}
     | {"--job", "--image", "--script", "--ranks-per-node"},
     "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"}

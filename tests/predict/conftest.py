@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device
-from memwall.predict.snapshot.device_history import recording_of
-from memwall.predict.snapshot.timeline import Timeline, timeline_of
+from memwall.predict.snapshot.timeline import Timeline
 from memwall.trace.records import Step, Trace
 from memwall.trace.workload import Workload
 
@@ -146,7 +145,6 @@ def new_bytes() -> Callable[..., list[int]]:
 @pytest.fixture
 def explained(tmp_path: Path) -> Explained:
     def explain(history: History) -> tuple[DeviceAnalysis, Timeline]:
-        snapshot = imported(history.snapshot(), tmp_path)
-        return analyse_device(snapshot, 0), timeline_of(recording_of(snapshot, 0))
+        return analyse_device(imported(history.snapshot(), tmp_path), 0)
 
     return explain

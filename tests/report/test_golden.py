@@ -1,4 +1,4 @@
-"""Further tables as a user sees them on 80 and 160 columns: estimates and snapshots."""
+"""Further tables as a user sees them on 80 and 160 columns: estimates, snapshots, and snapshots beside each other."""
 
 import pickle
 from pathlib import Path
@@ -14,10 +14,13 @@ from memwall.planning.planfile import Plan
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.curve import peak_of
 from memwall.predict.host import HostBytes
-from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device
-from memwall.report.text import estimate_report, snapshot_report
+from memwall.predict.snapshot.analysis import DeviceAnalysis, SettingsSearch, analyse_device
+from memwall.report.comparison import snapshot_side
+from memwall.report.difference import difference_of
+from memwall.report.text import difference_report, estimate_report, snapshot_report
 from memwall.trace.records import Trace
 from memwall.trace.snapshot.read import load_snapshot
+from memwall.trace.snapshot.records import Snapshot
 from memwall.trace.workload_facts import WorkloadFacts
 
 GIB = 1 << 30
@@ -25,18 +28,34 @@ MODEL, TRAIN = frame("/home/me/[bold]model.py", 7, "forward"), frame("/home/me/t
 BEST = "expandable_segments:True,large_segment_size_mb:20"
 
 
-def analysed(folder: Path) -> DeviceAnalysis:
+def snapshot_of(folder: Path, num_mib: int) -> tuple[Snapshot, DeviceAnalysis]:
     """Two blocks of a category and one of none, a failed request, and 12 MiB that the last of them strands."""
     history = History()
     history.segment(0, 20 * MIB)
     history.alloc(0, 8 * MIB, 8 * MIB, [MODEL, TRAIN], "activation")
     history.alloc(8 * MIB, 4 * MIB, 4 * MIB, [TRAIN], "gradient")
     history.segment(100 * MIB, 2 * GIB)
-    history.alloc(100 * MIB, GIB, GIB, [TRAIN])
+    history.alloc(100 * MIB, num_mib * MIB, num_mib * MIB, [TRAIN])
     history.free(0)
     history.oom(64 * MIB, 5 * MIB)
     (folder / "s.pickle").write_bytes(pickle.dumps(history.snapshot()))
-    return analyse_device(load_snapshot(folder / "s.pickle"), 0)
+    snapshot = load_snapshot(folder / "s.pickle")
+    return snapshot, analyse_device(snapshot, 0)[0]
+
+
+@pytest.fixture
+def search() -> SettingsSearch:
+    return SettingsSearch(
+        torch_version="2.13.0",
+        recorded_settings="",
+        recorded_bytes=3 * GIB,
+        replayed_bytes=3 * GIB + MIB,
+        best_settings=BEST,
+        best_bytes=2 * GIB,
+        default_bytes=3 * GIB,
+        lower_bound_bytes=2 * GIB - MIB,
+        num_tried=40,
+    )
 
 
 @pytest.fixture
@@ -108,6 +127,14 @@ class TestExactText:
     def test_estimate(self, estimate: Estimate, width: int) -> None:
         assert drawn(estimate_report(estimate), width) == golden(f"estimate_{width}.txt")
 
-    def test_snapshot(self, tmp_path: Path, width: int) -> None:
-        analysis = replace(analysed(tmp_path), notes=("the device ran out (retries: 1)",))
+    def test_snapshot(self, search: SettingsSearch, tmp_path: Path, width: int) -> None:
+        analysis = replace(snapshot_of(tmp_path, 1024)[1], settings=search, notes=("the device ran out (retries: 1)",))
         assert drawn(snapshot_report([analysis]), width) == golden(f"snapshot_{width}.txt")
+
+    def test_two_snapshots(self, tmp_path: Path, width: int) -> None:
+        sides = []
+        for name, num_mib in (("old.pickle", 1024), ("new.pickle", 1536)):
+            snapshot, analysis = snapshot_of(tmp_path, num_mib)
+            sides.append(snapshot_side(snapshot, [analysis], name))
+        difference = difference_of(*sides, fail_over_percent=2.5)
+        assert drawn(difference_report(difference), width) == golden(f"diff_snapshot_{width}.txt")

@@ -78,7 +78,7 @@ def history() -> History:
 def analyse(tmp_path: Path) -> Analyse:
     def run(history: History) -> DeviceAnalysis:
         (tmp_path / "s.pickle").write_bytes(pickle.dumps(history.snapshot()))
-        return analyse_device(load_snapshot(tmp_path / "s.pickle"), 0)
+        return analyse_device(load_snapshot(tmp_path / "s.pickle"), 0)[0]
 
     return run
 

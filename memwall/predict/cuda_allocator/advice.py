@@ -36,7 +36,7 @@ _NOTABLE_SHARE = 0.01
 
 
 class AllocatorAdvice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names the settings that reserve least at the peak of a run; all figures are simulated."""
+    """Names the settings that reserve least at the peak of a run, without retries; all figures are simulated."""
 
     level: Literal["L2 what-if"] = "L2 what-if"
     settings: str
@@ -68,6 +68,9 @@ class AllocatorAdvice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def advise(trace: EventTrace, torch_version: str, *, total_bytes: int | None = None) -> AllocatorAdvice:
     """Searches the settings for a run, with expandable segments and for runs that may not use them.
+
+    The device's memory does not bound the replays: what reserves least without retries needs none on a smaller device
+    either, and the figures of all settings stay comparable.
 
     Args:
         total_bytes: the device's whole memory.

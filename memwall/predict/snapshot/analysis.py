@@ -17,12 +17,13 @@ from memwall.predict.snapshot.device_history import (
     BEFORE_RECORDING,
     DeviceHistory,
     held_after,
-    num_retries,
     recording_of,
+    releases_of,
 )
 from memwall.predict.snapshot.timeline import Fragmentation, Timeline, timeline_of
 from memwall.predict.snapshot.user_line import line_of
 from memwall.trace.snapshot.records import Event, Snapshot
+from memwall.trace.tags import Tag
 
 EARLIER = "(allocated before the recording)"
 _UNKNOWN = "unknown"
@@ -64,6 +65,35 @@ class Pin(Struct, frozen=True, kw_only=True):
         return self.num_bytes - self.used_bytes
 
 
+class SettingsSearch(Struct, frozen=True, kw_only=True):
+    """Holds the most bytes held from the device, as recorded and as simulated under other allocator settings."""
+
+    tag: Tag = "simulated"
+    """Stands for every figure but `recorded_bytes`."""
+    torch_version: str
+    """Whose allocator was simulated."""
+    recorded_settings: str
+    """The complete configuration string, as for PYTORCH_CUDA_ALLOC_CONF."""
+    recorded_bytes: int
+    """Measured: how well the replay reproduces it says what the simulated figures are worth."""
+    replayed_bytes: int
+    """Simulated, under the recorded settings."""
+    best_settings: str
+    """The complete string of the best settings found; the recorded ones where none are better."""
+    best_bytes: int
+    """Simulated, under the best settings."""
+    default_bytes: int
+    """Simulated, under the default settings."""
+    lower_bound_bytes: int
+    """Most bytes live at once, which no settings can beat."""
+    num_tried: int
+
+    @property
+    def saved_bytes(self) -> int:
+        """Returns the bytes that the best settings hold less; both sides are simulated."""
+        return self.replayed_bytes - self.best_bytes
+
+
 class DeviceAnalysis(Struct, frozen=True, kw_only=True):
     """Holds the figures of one device of a snapshot."""
 
@@ -85,6 +115,8 @@ class DeviceAnalysis(Struct, frozen=True, kw_only=True):
     """How often segments were given back directly before a new one was taken: the device had run out."""
     earlier_bytes: int
     """Bytes in the peak of blocks that were there before the recording began."""
+    settings: SettingsSearch | None = None
+    """None where none were compared; then a note says why."""
     notes: tuple[str, ...]
     """Sentences that the reader of the figures must know."""
 
@@ -97,7 +129,7 @@ def devices_of(snapshot: Snapshot) -> tuple[int, ...]:
     return tuple(sorted(held, key=lambda device: (-held[device], device)))
 
 
-def analyse_device(snapshot: Snapshot, device: int) -> DeviceAnalysis:
+def analyse_device(snapshot: Snapshot, device: int) -> tuple[DeviceAnalysis, Timeline]:
     """Replays the history of one device and explains its peaks."""
     recording = recording_of(snapshot, device)
     timeline = timeline_of(recording)
@@ -105,7 +137,8 @@ def analyse_device(snapshot: Snapshot, device: int) -> DeviceAnalysis:
     held = held_after(recording, (peak, reserved_peak, end))
     pins = _pins(snapshot, held[reserved_peak])
     blocks = held[peak].blocks
-    return DeviceAnalysis(
+    num_retries = sum(release.is_retry for release in releases_of(recording))
+    analysis = DeviceAnalysis(
         device=device,
         num_events=len(recording.events),
         peak=_moment("most in use", timeline, peak, held[peak]),
@@ -116,10 +149,11 @@ def analyse_device(snapshot: Snapshot, device: int) -> DeviceAnalysis:
         pins=tuple(pins[:_MOST_PINS]),
         num_pinned=len(pins),
         out_of_memory=_out_of_memory(recording, timeline),
-        num_retries=num_retries(recording),
+        num_retries=num_retries,
         earlier_bytes=sum(block.num_bytes for block in blocks if block.stack == BEFORE_RECORDING),
-        notes=_notes(snapshot, recording, timeline),
+        notes=_notes(snapshot, recording, timeline, num_retries),
     )
+    return analysis, timeline
 
 
 def _owner(snapshot: Snapshot, block: UsedBlock) -> str:
@@ -185,15 +219,15 @@ def _out_of_memory(recording: DeviceHistory, timeline: Timeline) -> tuple[OutOfM
     )
 
 
-def _notes(snapshot: Snapshot, recording: DeviceHistory, timeline: Timeline) -> tuple[str, ...]:
+def _notes(snapshot: Snapshot, recording: DeviceHistory, timeline: Timeline, num_retries: int) -> tuple[str, ...]:
     notes = []
     if not recording.events:
         notes.append(
             "no history was recorded, so the state at the end stands for the peak; call "
             "torch.cuda.memory._record_memory_history() before the model is built"
         )
-    if retries := num_retries(recording):
-        notes.append(f"the device ran out (retries: {retries}): cached segments were given back to get new ones")
+    if num_retries:
+        notes.append(f"the device ran out (retries: {num_retries}): cached segments were given back to get new ones")
     num_earlier = sum(block.stack == BEFORE_RECORDING for block in recording.start.blocks)
     if num_earlier:
         notes.append(
@@ -204,6 +238,8 @@ def _notes(snapshot: Snapshot, recording: DeviceHistory, timeline: Timeline) -> 
             f"{timeline.num_unmatched} events do not fit the state they meet; parts of the history are missing"
         )
     notes.extend(_pool_notes(recording))
+    if recording.events and not timeline.time_us[-1]:
+        notes.append("this version of torch noted no times; events are counted instead")
     if re.search(r":[1-9]", snapshot.settings.get("roundup_power2_divisions", "")):
         notes.append("sizes were rounded up by roundup_power2_divisions; blocks that are gone count without it")
     if snapshot.unknown_actions:

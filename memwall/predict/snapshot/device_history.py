@@ -5,7 +5,6 @@ from the last to the first.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -22,6 +21,17 @@ BEFORE_RECORDING = -1
 
 _GIVEN = ("segment_free", "segment_unmap")
 _TAKEN = ("segment_alloc", "segment_map")
+
+
+class Release(Struct, frozen=True, kw_only=True):
+    """Marks where device memory was given back, one segment after the other."""
+
+    first: int
+    """Index of the event that begins it."""
+    last: int
+    """Index of the event that ends it."""
+    is_retry: bool
+    """Whether the device had run out; otherwise the program emptied the cache."""
 
 
 class DeviceHistory(Struct, frozen=True, kw_only=True):
@@ -72,25 +82,30 @@ def held_after(recording: DeviceHistory, positions: Iterable[int]) -> dict[int, 
     return {number: state.held for number, state in enumerate(replayed(recording)) if number in wanted}
 
 
-def num_retries(recording: DeviceHistory) -> int:
-    """Returns how often the device ran out, and segments were given back to get others.
+def releases_of(recording: DeviceHistory) -> tuple[Release, ...]:
+    """Returns when memory was given back, and which times the device had run out.
 
-    It had run out if a request failed then, or got more than would have fitted, beside what was held, into the most
-    that the device ever gave. Otherwise the program emptied the cache.
+    It had if a request failed then, or got more than would have fitted, beside what was held, into the most that the
+    device ever gave. Otherwise the program emptied the cache.
     """
     reserved = [sum(held.num_bytes for held in recording.start.ranges)]
     for event in recording.events:
         sign = (event.action in _TAKEN) - (event.action in _GIVEN)
         reserved.append(reserved[-1] + sign * event.num_bytes)
-    most_bytes, held_bytes, found = max(reserved), 0, 0
-    for index, (event, following) in enumerate(pairwise(recording.events)):
-        if event.action not in _GIVEN:
-            continue
-        if index == 0 or recording.events[index - 1].action not in _GIVEN:
-            held_bytes = reserved[index]  # before the first of several that are given back
-        is_retry = following.action in _TAKEN and held_bytes + following.num_bytes > most_bytes
-        found += is_retry or following.action == "oom"
-    return found
+    most_bytes = max(reserved)
+    releases = []
+    actions = [event.action in _GIVEN for event in recording.events]
+    for index, is_given in enumerate(actions):
+        if is_given and (index == 0 or not actions[index - 1]):
+            first, held_bytes = index, reserved[index]
+        if is_given and not any(actions[index + 1 : index + 2]):
+            following = recording.events[index + 1] if index + 1 < len(actions) else None
+            is_retry = following is not None and (
+                following.action == "oom"
+                or (following.action in _TAKEN and held_bytes + following.num_bytes > most_bytes)
+            )
+            releases.append(Release(first=first, last=index, is_retry=is_retry))
+    return tuple(releases)
 
 
 def _undo(state: MemoryState, event: Event, index: int, exact_bytes: dict[int, int]) -> None:

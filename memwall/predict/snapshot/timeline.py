@@ -7,6 +7,9 @@ from numpy.typing import NDArray
 from memwall.predict.snapshot.device_history import DeviceHistory, replayed
 from memwall.predict.snapshot.device_memory import MemoryState
 
+UNKNOWN = "unknown"
+"""Category of a block of which the snapshot says none: nothing is guessed."""
+
 _MOST_BYTES = 1 << 62
 
 
@@ -40,6 +43,10 @@ class Timeline(Struct, frozen=True, kw_only=True):
     """Holds bytes after each event, [num_events + 1]; number 0 is before the first."""
 
     device: int
+    recording: DeviceHistory
+    """The history that was replayed."""
+    time_us: NDArray[np.int64]
+    """The machine's clock, never running back; all 0 where torch noted no times."""
     allocated_bytes: NDArray[np.int64]
     active_bytes: NDArray[np.int64]
     reserved_bytes: NDArray[np.int64]
@@ -77,9 +84,13 @@ def timeline_of(recording: DeviceHistory) -> Timeline:
     rows = np.zeros((len(recording.events) + 1, 6), dtype=np.int64)
     for number, state in enumerate(replayed(recording)):
         rows[number] = _row(state)
+    times = [event.time_us for event in recording.events]
+    time_us = np.array([times[0] if times else 0, *times], dtype=np.int64)
     allocated, active, reserved, split_free, expandable_free, idle = rows.T
     return Timeline(
         device=recording.device,
+        recording=recording,
+        time_us=np.maximum.accumulate(time_us),
         allocated_bytes=allocated,
         active_bytes=active,
         reserved_bytes=reserved,
@@ -88,6 +99,39 @@ def timeline_of(recording: DeviceHistory) -> Timeline:
         idle_bytes=idle,
         num_unmatched=recording.num_unmatched + state.num_unmatched,
     )
+
+
+def category_bytes(timeline: Timeline, positions: NDArray[np.intp]) -> dict[str, NDArray[np.int64]]:
+    """Returns bytes in use by category after so many events each [len(positions)]; together they are all in use.
+
+    Args:
+        positions: in ascending order.
+    """
+    recording = timeline.recording
+    held: dict[str, int] = {}
+    category_of: dict[int, str] = {}
+    for block in recording.start.blocks:
+        category_of[block.address] = block.category or UNKNOWN
+        held[category_of[block.address]] = held.get(category_of[block.address], 0) + block.num_bytes
+    changes = np.diff(timeline.active_bytes)
+    wanted = set(positions.tolist())
+    rows: list[dict[str, int]] = [dict(held)] if 0 in wanted else []
+    for index, event in enumerate(recording.events):
+        change = int(changes[index])
+        if change:
+            if event.action == "alloc":
+                category_of[event.address] = event.category or UNKNOWN
+            category = category_of.get(event.address, UNKNOWN)
+            held[category] = held.get(category, 0) + change
+        if index + 1 in wanted:
+            rows.append(dict(held))
+    # What the history contradicts, so that the parts stay those of the whole.
+    for row, position in zip(rows, positions, strict=True):
+        row[UNKNOWN] = row.get(UNKNOWN, 0) + int(timeline.active_bytes[position]) - sum(row.values())
+    curves = {
+        name: np.array([row.get(name, 0) for row in rows], dtype=np.int64) for name in sorted(held | {UNKNOWN: 0})
+    }
+    return {name: curve for name, curve in curves.items() if curve.any()}
 
 
 def _row(state: MemoryState) -> tuple[int, ...]:

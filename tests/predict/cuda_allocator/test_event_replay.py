@@ -139,15 +139,24 @@ def free(block: int) -> Event:
 
 def test_figures_of_a_replay() -> None:
     trace = events(alloc(1, 11), free(1), alloc(2, 25), free(2), alloc(3, 11), steps=(0, 2))
-    figures = replay(trace, DEFAULT, PROFILE)
-    assert (figures.reserved_peak_bytes, figures.allocated_peak_bytes) == (38 * MIB, 26 * MIB)
-    assert figures.num_steady_device_calls == 1
-    assert replay(trace, DEFAULT, PROFILE) == figures
+    figures = replay(trace, DEFAULT, PROFILE, capacity_bytes=30 * MIB)
+    assert (figures.reserved_peak_bytes, figures.allocated_peak_bytes) == (26 * MIB, 26 * MIB)
+    assert (figures.num_alloc_retries, figures.num_steady_retries) == (1, 1)
+    assert (figures.num_steady_device_calls, figures.is_out_of_memory) == (2, False)
+    assert replay(trace, DEFAULT, PROFILE, capacity_bytes=30 * MIB) == figures
 
 
 def test_what_happens_in_the_first_step_is_not_counted_as_steady() -> None:
     trace = events(alloc(1, 60), free(1), alloc(2, 80), free(2), alloc(3, 80), steps=(0, 4))
-    assert replay(trace, DEFAULT, PROFILE).num_steady_device_calls == 0
+    figures = replay(trace, DEFAULT, PROFILE, capacity_bytes=100 * MIB)
+    assert (figures.num_alloc_retries, figures.num_steady_retries) == (1, 0)
+    assert figures.num_steady_device_calls == 0
+
+
+def test_the_figures_end_where_memory_does() -> None:
+    trace = events(alloc(1, 30), alloc(2, 90), alloc(3, 1))
+    figures = replay(trace, DEFAULT, PROFILE, capacity_bytes=100 * MIB)
+    assert (figures.is_out_of_memory, figures.allocated_peak_bytes) == (True, 30 * MIB)
 
 
 def test_a_replay_of_no_interest_is_broken_off() -> None:
@@ -221,6 +230,7 @@ def test_where_sizes_vary_expandable_segments_come_close_to_the_bound() -> None:
     trace = varying_steps()
     choice = search_settings(trace, "2.13.0")
     assert choice.settings.expandable_segments
+    assert not choice.figures.is_out_of_memory
     assert choice.default_figures.reserved_peak_bytes > 1.3 * choice.lower_bound_bytes
     assert choice.figures.reserved_peak_bytes < 1.02 * choice.lower_bound_bytes
     assert choice.reserved_spread_bytes == (choice.figures.reserved_peak_bytes,) * 2
@@ -271,6 +281,25 @@ def test_the_dangerous_pair_is_never_chosen() -> None:
         choice = search_settings(varying_steps(), "2.13.0", no_expandable_because=reason)
         settings = choice.settings
         assert not (settings.expandable_segments and settings.max_split_bytes is not None)
+
+
+def test_a_setting_without_failures_beats_one_that_reserves_less() -> None:
+    trace = varying_steps()
+    capacity_bytes = int(live_peak_bytes(trace) * 1.05)
+    choice = search_settings(trace, "2.13.0", capacity_bytes=capacity_bytes)
+    assert choice.default_figures.num_steady_retries > 0
+    assert (choice.figures.num_steady_retries, not choice.figures.is_out_of_memory) == (0, True)
+    assert choice.figures.reserved_peak_bytes <= capacity_bytes
+
+
+def test_no_retries_come_before_fewer_bytes_and_calls() -> None:
+    # Each block is larger than all before it, so that nothing cached ever fits.
+    items = [item for block in range(12) for item in (alloc(block, 60 + 3 * block), free(block))]
+    trace = events(*items, steps=(0, 8, 16))
+    choice = search_settings(trace, "2.13.0", capacity_bytes=100 * MIB, no_expandable_because="not wanted")
+    assert choice.default_figures.num_steady_retries > 0
+    assert choice.figures.num_steady_retries == 0
+    assert choice.figures.reserved_peak_bytes > choice.default_figures.reserved_peak_bytes
 
 
 def test_the_cache_is_emptied_only_where_that_pays() -> None:
