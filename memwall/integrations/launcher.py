@@ -20,6 +20,7 @@ from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.errors import OutOfMemoryError, StoreError, UsageError
 from memwall.integrations.preflight import check_model
 from memwall.integrations.scripts.execution import BeforeScript, ScriptEnded, execute, without_step
+from memwall.integrations.scripts.processes import watch_processes
 from memwall.integrations.scripts.script_profile import Profile
 from memwall.integrations.scripts.script_watch import ScriptWatch
 from memwall.integrations.scripts.spawned import watch_spawning
@@ -62,6 +63,7 @@ class ScriptRun:
         self.watch.listen(self._patches)
         self._patches.hook(register_optimizer_step_pre_hook, self._before_step)
         watch_spawning(self.watch, self._patches)
+        watch_processes(name, self._patches)
         self._before = BeforeScript.now()
         session.watch_receives()
         if checkpoint is None:

@@ -110,3 +110,37 @@ def test_a_script_may_start_processes_that_do_not_train(tmp_path: Path, capfd: p
     shown = capfd.readouterr()
     assert "starts 1 processes by torch.multiprocessing that train, and memwall is not in them" in shown.err
     assert "memwall run --nproc 1 --budget SIZE" in shown.err
+
+
+STARTS = (
+    SPAWNS.replace("torch.multiprocessing.spawn(prepare)", "started(prepare, 0)")
+    .replace("torch.multiprocessing.spawn(train)", "started(train, 0), started(train, 1)")
+    .replace(
+        "def prepare",
+        """def started(run, rank):
+    process = torch.multiprocessing.get_context("{method}").Process(target=run, args=(rank,))
+    process.start()
+    process.join()
+
+def prepare""",
+    )
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_that_trains_is_told_of_once_and_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str
+) -> None:
+    """The script may wait for what such a process returns."""
+    script = tmp_path / "starts.py"
+    script.write_text(STARTS.format(folder=tmp_path, method=method))
+    assert main(["run", "--budget", "4GiB", str(script)]) == 0
+    assert sorted(path.name for path in tmp_path.glob("trained *")) == [
+        "trained 0",
+        "trained 1",
+        "trained in the script",
+    ]
+    shown = capfd.readouterr()
+    assert shown.err.count("starts.py trains in a process of its own") == 1
+    assert "memwall run --nproc N --budget SIZE" in shown.err

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memwall.errors import MemwallError, OutOfMemoryError, UsageError
 from memwall.integrations.scripts.execution import BeforeScript, without_step
 from memwall.integrations.scripts.late_parking import LateParking
+from memwall.integrations.scripts.processes import watch_processes
 from memwall.logs import tell
 from memwall.machine.limits import memory_limit_bytes
 from memwall.machine.meter import HostMeter, process_bytes, process_peak_bytes
@@ -113,6 +114,7 @@ class AmpleRoom:
         spawning = [(sys.modules[name], "start_processes") for name in _SPAWNING]
         for owner, name in ((torch, "compile"), (nn.Module, "compile"), *spawning):
             self._patches.wrap(owner, name, partial(self._handed_over_first, owner, name))
+        watch_processes(self._name, self._patches)
         self._listen()
         self._thread.start()
 
