@@ -74,6 +74,7 @@ STATE = {
     "memwall.rows.loops.rows_library": _FOREVER,
     "memwall.rows.page_swaps.pages_library": _FOREVER,
     "memwall.store.checksum._library": _FOREVER,
+    "memwall.torch_internals.operators.written_places": _FOREVER,
     "memwall.trace.recurrent._workspace_bytes": _FOREVER,
 }
 """By name: what empties it, or sets it back."""
