@@ -173,6 +173,8 @@ def _script(step: Step) -> tuple[list[int], list[tuple[int, int]]]:
     births: list[list[tuple[int, int]]] = [[] for _ in range(num_ops)]
     deaths: list[list[tuple[int, int]]] = [[] for _ in range(num_ops)]
     wanted: list[int] = []
+    at_end: list[tuple[int, int]] = []
+    """Frees the loss, which its loop holds until then: what is as large and stands in the next step is not it."""
     for index, storage in enumerate(step.storages):
         is_on_device = storage.device_type == "cuda"
         if storage.nbytes <= 0 or storage.death < storage.birth or not is_on_device:
@@ -187,7 +189,10 @@ def _script(step: Step) -> tuple[list[int], list[tuple[int, int]]]:
             wanted.append(index)
         elif storage.birth < num_ops:
             births[storage.birth].append((index, storage.nbytes))
+            if storage.death >= num_ops and storage.phase == "loss" and storage.category == "temporary":
+                at_end.append((index, 0))
     for name, operation in step.marks:
         if name == "eval" and operation < num_ops and (_EVAL_STARTS, 0) not in deaths[operation]:
             deaths[operation].append((_EVAL_STARTS, 0))
-    return wanted, [action for actions in zip(deaths, births, strict=True) for found in actions for action in found]
+    script = [action for actions in zip(deaths, births, strict=True) for found in actions for action in found]
+    return wanted, script + at_end

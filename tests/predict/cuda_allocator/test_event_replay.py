@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from memwall.errors import TraceError, UsageError
@@ -107,6 +108,14 @@ def test_optimizer_state_of_the_first_step_is_that_of_the_second() -> None:
 def test_what_the_next_step_does_not_know_is_freed_and_what_it_misses_allocated() -> None:
     first, steady = step([(8, -1, 1)], 1), step([(9, -1, 1)], 1)
     assert shown(events_of_steps([first, steady], num_repeats=1)) == ["+1:8", "-1", "+2:9"]
+
+
+def test_a_loss_that_its_loop_holds_serves_no_batch_of_the_next_step() -> None:
+    """GIVEN a loss that is alive when its step ends WHEN the next begins with a batch as large THEN that is new."""
+    plain = step([(8, 0, 1)], 1)
+    loss = msgspec.structs.replace(plain.storages[0], category="temporary", phase="loss")
+    trained = msgspec.structs.replace(plain, storages=(loss,))
+    assert shown(events_of_steps([trained, step([(8, -1, 1)], 1)], num_repeats=1)) == ["+1:8", "-1", "+2:8"]
 
 
 def test_evaluation_is_a_phase_with_two_boundaries() -> None:
