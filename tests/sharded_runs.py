@@ -153,6 +153,8 @@ class LiveBytes(TorchDispatchMode):
         return found
 
     def _add(self, tensor: Tensor) -> None:
+        if tensor.device.type == "meta":  # what DeepSpeed keeps of parameters' shapes holds nothing
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._known or self._known[key]() is None:

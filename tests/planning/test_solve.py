@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from planner_dynamic import Chain, ChainBlock, ChainOption, chain_instance
 from planner_greedy import solve_greedy
 
+from memwall.planning.solver import milp
 from memwall.planning.solver import solve as solve_module
 from memwall.planning.solver.evaluate import Evaluation, evaluate
 from memwall.planning.solver.instance import Choice, Instance
@@ -238,3 +239,52 @@ def test_two_processes_choose_the_same_and_print_nothing() -> None:
         runs.append(run.stderr)
     assert runs[0] == runs[1]
     assert runs[0].count(b"Choice(") >= 12
+
+
+def _without_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ran(*_: object, **__: object) -> None:
+        raise AssertionError("the program with integers was solved")
+
+    monkeypatch.setattr(milp, "_run", ran)
+
+
+def test_what_a_bound_says_is_of_no_use_is_not_looked_for(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a candidate cheaper than a budget's relaxed optimum WHEN solving for that budget THEN nothing is proven."""
+    instance = decoder(12, is_varied=True, budget_share=0.3, link_mib_per_ms=20.0)
+    cheapest = solve(instance)
+    assert cheapest is not None
+    _without_integers(monkeypatch)
+    below_seconds = 0.5 * cheapest.lower_bound_seconds
+    found = solve(instance, below_seconds=below_seconds)
+    assert found is None or found.extra_seconds >= below_seconds
+
+
+def test_an_outline_fits_and_takes_no_program_with_integers(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    instance = decoder(12, is_varied=True, budget_share=0.3, link_mib_per_ms=20.0)
+    cheapest = solve(instance)
+    assert cheapest is not None
+    with monkeypatch.context() as patch:
+        _without_integers(patch)
+        outline = solve(instance, is_outline=True)
+    assert outline is not None
+    assert evaluate(instance, outline.options).fits
+    assert outline.extra_seconds >= cheapest.lower_bound_seconds
+
+
+def test_the_integer_program_begins_from_the_cheapest_choice_that_is_known(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a choice next to the relaxed optimum that beats every knob THEN HiGHS is given it."""
+    instance = decoder(12, is_varied=True, budget_share=0.3, link_mib_per_ms=20.0)
+    knobs, near = list(knob_choices(instance)), solve_milp(instance, gap_share_of_step=0.0)
+    assert near is not None
+    begun: list[object] = []
+
+    def ran(*_: object, start: object, **__: object) -> milp._Found:
+        begun.append(start)
+        return milp._Found(None, 0.0)
+
+    monkeypatch.setattr(milp, "_near_relaxed", lambda *_: milp._Found(near.options, 0.0))
+    monkeypatch.setattr(milp, "_run", ran)
+    solve_milp(instance, starts=knobs, gap_share_of_step=0.0)
+    assert begun == [near.options]

@@ -56,6 +56,8 @@ class RecordingSearch:
         """Whether a plan must leave room for the forecast's error."""
         self.fills = False
         """Whether an allocator may be so full that it gives back what it keeps in every step."""
+        self.is_outline = False
+        """Whether plans near the cheapest will do."""
         self._limit_bytes = 0
         """Process bytes that the candidates looked for may use."""
         self._smallest_bytes: int | None = None
@@ -143,7 +145,8 @@ class RecordingSearch:
     def _best_at(self, location: Location, *, packs: bool) -> Candidate | None:
         if not self._inputs.allows(location):
             return None
-        return SearchAtLocation(self._inputs, location, packs=packs, fills=self.fills).best(self._limit_bytes)
+        search = SearchAtLocation(self._inputs, location, packs=packs, fills=self.fills, is_outline=self.is_outline)
+        return search.best(self._limit_bytes)
 
     def seconds_of(self, found: Candidate) -> float:
         """Returns the seconds of a step under a candidate."""

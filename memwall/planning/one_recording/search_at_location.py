@@ -65,13 +65,22 @@ class SearchAtLocation:
         location: where state and parameters are between their uses.
         packs: whether saved tensors may leave with fewer digits.
         fills: whether an allocator may be so full that it gives back what it keeps in every step, which takes time.
+        is_outline: whether candidates near the cheapest will do.
     """
 
-    def __init__(self, inputs: SearchInputs, location: Location, *, packs: bool = False, fills: bool = False) -> None:
+    def __init__(
+        self,
+        inputs: SearchInputs,
+        location: Location,
+        *,
+        packs: bool = False,
+        fills: bool = False,
+        is_outline: bool = False,
+    ) -> None:
         self._inputs, self._location = inputs, location
         self._trace, self._settings = inputs.trace, inputs.settings
         self._process, self._steady = inputs.process, inputs.steady
-        self._packs, self._fills = packs, fills
+        self._packs, self._fills, self._is_outline = packs, fills, is_outline
 
     def best(self, limit_bytes: int) -> Candidate | None:
         """Returns the cheapest candidate within so many process bytes.
@@ -168,7 +177,9 @@ class SearchAtLocation:
             is_tightened=self._trace.device == "cuda",
         )
         for live_bytes in limits:
-            choice = solve(msgspec.structs.replace(instance, budget_bytes=live_bytes))
+            below_seconds = min(at_most - least_seconds, math.inf if best is None else best.extra_seconds)
+            at_limit = msgspec.structs.replace(instance, budget_bytes=live_bytes)
+            choice = solve(at_limit, below_seconds=below_seconds, is_outline=self._is_outline)
             if choice is None or (best is not None and choice.extra_seconds >= best.extra_seconds):
                 break  # fewer live bytes are harder still, and cost more
             if choice.extra_seconds + least_seconds >= at_most:

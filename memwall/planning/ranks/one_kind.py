@@ -100,6 +100,7 @@ class OneKind:
         """Looks for the cheapest plan that fits, with room for the forecast's error or without it."""
         self.is_searched = True
         self._search.has_margin = has_margin
+        self._search.is_outline = bool(self.changes_numerics)  # it is shown, and never chosen
         self.found = self._search.best()
         self.fits = has_margin and self.found is not None
 

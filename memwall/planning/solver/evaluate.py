@@ -20,8 +20,9 @@ How the link is timed, conservatively where the executor is free to do better:
 - Waiting for one block's bytes is not used to read another's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import getitem
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -43,23 +44,47 @@ class Evaluation(Struct, frozen=True, kw_only=True):
     """Every row is within the budget, and what is moved has a link and a place on the tier."""
 
 
+class Price(NamedTuple):
+    """Holds what a choice costs, in the order in which choices are preferred; see `Evaluation`."""
+
+    extra_seconds: float
+    moved_bytes: int
+    stall_seconds: float
+
+
 def evaluate(instance: Instance, options: Sequence[int]) -> Evaluation:
     """Returns what choosing `options` (one index per block, in block order) does."""
-    chosen = [block.options[option] for block, option in zip(instance.blocks, options, strict=True)]
+    price = price_of(instance, options)
     held_bytes = (row.fixed_bytes + sum(map(getitem, row.held, options)) for row in instance.rows)
     peak_bytes = max(held_bytes, default=0)
-    moved_bytes = sum(option.moved_bytes for option in chosen)
     room_bytes = instance.link.capacity_bytes if instance.link else 0
+    return Evaluation(
+        peak_bytes=peak_bytes,
+        extra_seconds=price.extra_seconds,
+        stall_seconds=price.stall_seconds,
+        moved_bytes=price.moved_bytes,
+        fits=(not instance.rows or peak_bytes <= instance.budget_bytes) and price.moved_bytes <= room_bytes,
+    )
+
+
+def price_of(instance: Instance, options: Sequence[int]) -> Price:
+    """Returns what choosing `options` costs: of an evaluation the part that takes no time."""
+    chosen = [block.options[option] for block, option in zip(instance.blocks, options, strict=True)]
+    moved_bytes = sum(option.moved_bytes for option in chosen)
     stall_seconds = 0.0
     if instance.link and moved_bytes:
         stall_seconds = _write_stalls(instance, chosen, instance.link) + _read_stalls(instance, chosen, instance.link)
-    return Evaluation(
-        peak_bytes=peak_bytes,
-        extra_seconds=sum(option.extra_seconds for option in chosen) + stall_seconds,
-        stall_seconds=stall_seconds,
-        moved_bytes=moved_bytes,
-        fits=(not instance.rows or peak_bytes <= instance.budget_bytes) and moved_bytes <= room_bytes,
-    )
+    return Price(sum(option.extra_seconds for option in chosen) + stall_seconds, moved_bytes, stall_seconds)
+
+
+def cheapest(instance: Instance, proposals: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Returns the cheapest proposal that fits; None for none.
+
+    Equal costs go to the choice that moves fewer bytes, then to the one with the lower peak.
+    """
+    verdicts = [(evaluate(instance, options), options) for options in dict.fromkeys(proposals)]
+    fitting = [(v.extra_seconds, v.moved_bytes, v.peak_bytes, options) for v, options in verdicts if v.fits]
+    return min(fitting)[-1] if fitting else None
 
 
 def _write_stalls(instance: Instance, chosen: list[Option], link: Link) -> float:

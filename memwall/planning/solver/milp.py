@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from memwall.planning.solver.evaluate import evaluate
+from memwall.planning.solver.evaluate import cheapest, evaluate
 from memwall.planning.solver.instance import Choice, Instance
 from memwall.planning.solver.quiet_streams import nothing_printed
 from memwall.planning.solver.rounding import rounded
@@ -36,8 +36,10 @@ _TIES = 1e-6
 def solve_milp(
     instance: Instance,
     *,
-    start: tuple[int, ...] | None = None,
+    starts: Sequence[tuple[int, ...]] = (),
     gap_share_of_step: float = 0.001,
+    below_seconds: float = math.inf,
+    is_outline: bool = False,
 ) -> Choice | None:
     """Returns the cheapest choice within the budget, up to the gap; the time limit keeps the best one found by then.
 
@@ -47,12 +49,15 @@ def solve_milp(
 
     Args:
         instance: what to solve.
-        start: a choice that fits, from which HiGHS begins.
+        starts: choices of which HiGHS begins from the cheapest that fits, or from the one next to the relaxed optimum.
         gap_share_of_step: stop when the bound is within this part of the step's forward and backward seconds. Relative
             to the step, because a plan that costs next to nothing need not be proven cheapest to the last bit.
+        below_seconds: what a choice has to cost less than to be of use.
+        is_outline: whether the choice next to the relaxed optimum will do, however far from its bound it is.
 
     Returns:
-        A choice that `evaluate` approves, and the bound; None if there is none or none was found.
+        A choice that `evaluate` approves, and the bound; None if there is none, none was found or the bound says that
+        none is of use.
     """
     step_seconds = sum(block.forward_seconds + block.backward_seconds for block in instance.blocks)
     unit_seconds = (
@@ -72,10 +77,16 @@ def solve_milp(
         return Choice(options, extra_seconds, min(lower_bound_seconds, extra_seconds))
 
     near = _near_relaxed(instance, program)
+    if (near.bound - program.ties) * unit_seconds >= below_seconds:
+        return None
     if near.options is not None:
         extra_seconds = evaluate(instance, near.options).extra_seconds
-        if extra_seconds / unit_seconds - near.bound <= gap:
+        if is_outline or extra_seconds / unit_seconds - near.bound <= gap:
             return as_choice(near.options, extra_seconds, near.bound)
+        starts = [*starts, near.options]
+    if is_outline:
+        return None
+    start = cheapest(instance, starts)
     for _ in range(_MOST_SOLVES):
         found = _run(program, start=start, absolute_gap=gap)
         if found.options is None:
@@ -275,13 +286,19 @@ class _Found(NamedTuple):
 
 
 def _near_relaxed(instance: Instance, program: _Program) -> _Found:
-    """Returns the choice next to the optimum of the program without integers, and that optimum as its bound."""
+    """Returns the choice next to the optimum of the program without integers, and that optimum as its bound.
+
+    The bound is infinite where not even parts of options fit.
+    """
+    import highspy
+
     solver = _solver()
     solver.passModel(_linear(program))
     solver.run()
     info = solver.getInfo()
     if info.primal_solution_status != _FEASIBLE:
-        return _Found(None, -math.inf)
+        is_infeasible = solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible
+        return _Found(None, math.inf if is_infeasible else -math.inf)
     values = np.array(solver.getSolution().col_value)
     shares = [[(option, values[x]) for x, option in program.each(block)] for block in range(len(program.offsets))]
     return _Found(rounded(instance, shares), float(info.objective_function_value))

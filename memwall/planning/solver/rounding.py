@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import product
 from math import prod
 
-from memwall.planning.solver.evaluate import evaluate
+from memwall.planning.solver.evaluate import cheapest
 from memwall.planning.solver.instance import Instance
 
 # A share below this is what floats leave of none.
@@ -22,6 +22,4 @@ def rounded(instance: Instance, shares: Sequence[Sequence[tuple[int, float]]]) -
     chosen = [[option for option, share in block if share > _LEAST_SHARE] for block in shares]
     if prod(map(len, chosen)) > _MOST_COMBINATIONS:
         return None
-    verdicts = [(evaluate(instance, options), options) for options in product(*chosen)]
-    fitting = [(v.extra_seconds, v.moved_bytes, v.peak_bytes, options) for v, options in verdicts if v.fits]
-    return min(fitting)[-1] if fitting else None
+    return cheapest(instance, product(*chosen))

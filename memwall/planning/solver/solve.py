@@ -3,30 +3,41 @@
 The knobs are what a user would set by hand. The program starts from the best of them, so a plan never loses to one.
 """
 
+import math
 from collections.abc import Iterator
 
-from memwall.planning.solver.evaluate import evaluate
+from memwall.planning.solver.evaluate import cheapest, evaluate, price_of
 from memwall.planning.solver.instance import Choice, Instance
 from memwall.planning.solver.milp import milp_lowest_peak, solve_milp
 
 
-def solve(instance: Instance) -> Choice | None:
+def solve(instance: Instance, *, below_seconds: float = math.inf, is_outline: bool = False) -> Choice | None:
     """Returns the cheapest that fits of keep-all, the knobs and the mixed-integer program; None if none fits.
 
     Equal costs go to the choice that moves fewer bytes, then to the one with the lower peak.
+
+    Args:
+        below_seconds: what a choice has to cost less than to be of use: none is looked for where a bound says that
+            there is none, so that what is returned may cost more, or be None.
+        is_outline: whether a choice near the cheapest will do: of what has integers, which may take seconds, nothing is
+            solved.
     """
     knobs = list(knob_choices(instance))
     if evaluate(instance, knobs[0]).fits:
         return Choice(knobs[0], 0.0, 0.0)
-    start = _cheapest(instance, knobs)
-    optimum = solve_milp(instance, start=start)
-    proposals = [start, optimum and optimum.options]
-    best = _cheapest(instance, [options for options in proposals if options is not None])
-    best = best or _cheapest(instance, [lowest_peak(instance)])
-    if best is None:
-        return None
-    extra_seconds = evaluate(instance, best).extra_seconds
-    return Choice(best, extra_seconds, 0.0 if optimum is None else min(optimum.lower_bound_seconds, extra_seconds))
+    optimum = solve_milp(instance, starts=knobs, below_seconds=below_seconds, is_outline=is_outline)
+    if optimum is not None:
+        # What costs less than the bound does not fit, and what costs more is of no use: few are looked at row by row.
+        cheaper = [each for each in knobs if price_of(instance, each).extra_seconds <= optimum.extra_seconds]
+        near = [each for each in cheaper if price_of(instance, each).extra_seconds >= optimum.lower_bound_seconds]
+        best = cheapest(instance, [*near, optimum.options])
+        assert best is not None, "the optimum fits"
+        extra_seconds = evaluate(instance, best).extra_seconds
+        return Choice(best, extra_seconds, min(optimum.lower_bound_seconds, extra_seconds))
+    best = cheapest(instance, [each for each in knobs if price_of(instance, each).extra_seconds < below_seconds])
+    if best is None and below_seconds == math.inf:
+        best = cheapest(instance, [lowest_peak(instance)])
+    return None if best is None else Choice(best, evaluate(instance, best).extra_seconds, 0.0)
 
 
 def smallest_feasible_bytes(instance: Instance) -> int:
@@ -55,9 +66,3 @@ def knob_choices(instance: Instance) -> Iterator[tuple[int, ...]]:
     if any(full):
         for interval in range(2, len(full) + 1):
             yield tuple(option if index % interval == 0 else 0 for index, option in enumerate(full))
-
-
-def _cheapest(instance: Instance, proposals: list[tuple[int, ...]]) -> tuple[int, ...] | None:
-    verdicts = [(evaluate(instance, options), options) for options in dict.fromkeys(proposals)]
-    fitting = [(v.extra_seconds, v.moved_bytes, v.peak_bytes, options) for v, options in verdicts if v.fits]
-    return min(fitting)[-1] if fitting else None

@@ -138,6 +138,12 @@ class RankStep:
         """Returns the seconds of operations [start, end)."""
         return sum(op.seconds for op in self._ops[start:end])
 
+    @property
+    def gradients_made(self) -> tuple[int, int]:
+        """Returns when the first gradient is there, and the end of the backward that makes the last."""
+        births = [self._step.storages[index].birth for unit in self.units for index in unit.gradients]
+        return min(births, default=self.end), max(births, default=self.end - 1) + 1
+
     def gradients_end(self, unit: ShardUnit) -> int:
         """Returns when the gradients of a unit die in the recorded step."""
         return max((self._step.storages[index].death for index in unit.gradients), default=self.end)

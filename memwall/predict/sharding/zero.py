@@ -1,11 +1,13 @@
 """ZeRO 1-3 of DeepSpeed, as `plan.deepspeed_config()` writes it: what each stage divides, and the buffers it holds.
 
 Stages and their communication: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models, SC 2020, sections 5 and 7. Buffers: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py (two reduction buckets with
-`overlap_comm`; master weights in float32 whatever the parameters' dtype) and stage3.py (`grad_partitions_flat_buffer`,
-the reduction bucket, parameters that are live or fetched ahead).
+Models, SC 2020, sections 5 and 7. Buffers: DeepSpeed 0.19, runtime/zero, in stage_1_and_2.py a reduction bucket, or two
+with `overlap_comm`, from the first gradient to the end of backward, and master weights in float32 whatever the
+parameters' dtype; in stage3.py `grad_partitions_flat_buffer` and the bucket for the whole run; and parameters that
+persist, are fetched ahead (partitioned_param_coordinator.py), or are used again within `stage3_max_reuse_distance`.
 """
 
+from collections.abc import Collection
 from typing import ClassVar, Literal
 
 from memwall.predict.sharding.host_step import host_step_seconds
@@ -18,7 +20,10 @@ from memwall.trace.records import Step, Trace
 from memwall.trace.workload_facts import workload_facts
 
 _MASTER_BYTES = 4
-_MIN_BUCKET_ELEMENTS = 500_000  # as memwall.planning.deepspeed has it
+# As memwall.planning.deepspeed has them.
+_MIN_BUCKET_ELEMENTS = 500_000
+_PERSISTENT_ELEMENTS = 100_000
+_REUSE_ELEMENTS = 1_000_000_000
 
 
 class DeepSpeedZero(Sharding, frozen=True, kw_only=True, tag="zero"):
@@ -65,7 +70,8 @@ class DeepSpeedZero(Sharding, frozen=True, kw_only=True, tag="zero"):
         host_bytes = self._state(rank, num, share_elements)
         overlaps = self.stage < 3 and trace.device != "cpu"  # as memwall.planning.deepspeed has it
         num_buckets = 2 if overlaps else 1
-        rank.add(num_buckets * largest * element_bytes, -1, rank.end, "buffer")
+        born, ended = (-1, rank.end) if self.stage == 3 else rank.gradients_made
+        rank.add(num_buckets * largest * element_bytes, born, ended, "buffer")
         communication_seconds, per_pass = self._seconds(rank, element_bytes, network)
         exposed_seconds = per_pass
         if self.stage < 3:  # the parameters that others stepped come after the step, when nothing else runs
@@ -103,30 +109,58 @@ class DeepSpeedZero(Sharding, frozen=True, kw_only=True, tag="zero"):
         )
 
     def _gradients(self, rank: RankStep, share_bytes: int, *, is_half: bool) -> None:
-        """Ends whole gradients where the stage divides them; a part stands for the whole run."""
+        """Ends whole gradients where the stage divides them; a part stays, in stage 3 for the whole run.
+
+        In stage 2 that is what backward makes first, on the rank that holds most: it has the last part.
+        """
         if self.stage == 1:
             if is_half:
                 rank.in_half("gradient")
             return
         rank.divide("gradient", 1 << 62)
-        for unit in rank.units:
-            at = max((call.backward_end for call in unit.calls), default=rank.end)
+        until = max(rank.gradients_end(unit) for unit in rank.units)
+        ends = [(max((call.backward_end for call in unit.calls), default=rank.end), unit) for unit in rank.units]
+        left_bytes = share_bytes
+        for at, unit in sorted(ends, key=lambda found: found[0]):
             rank.end_gradients(unit, at, is_half=is_half)
-        if not self.offloads_state:
+            stays_bytes = min(left_bytes, rank.nbytes(unit.gradients) // (2 if is_half else 1))
+            if self.stage == 2 and not self.offloads_state:
+                rank.add(stays_bytes, at, until, "gradient")
+                left_bytes -= stays_bytes
+        if self.stage == 3 and not self.offloads_state:
             rank.add(share_bytes, -1, rank.end, "gradient")
 
     def _parameters(self, rank: RankStep, num: int) -> None:
-        """Divides parameters; what a unit needs is live while it runs, and the next one's is fetched meanwhile."""
+        """Divides parameters; what a unit needs is live while it runs, and the next one's is fetched meanwhile.
+
+        Small ones are whole all the time, and others between uses of which few elements are used.
+        """
         if self.offloads_parameters:
             rank.remove("parameter")
         else:
             rank.divide("parameter", num)
-        for unit in rank.units:
-            whole_bytes = rank.num_elements(unit.parameters) * 2 if rank.is_lower else rank.nbytes(unit.parameters)
-            num_live = 1 if unit.is_root else 2
-            for call in unit.calls:
-                rank.add(num_live * whole_bytes, call.start, call.end)
-                rank.add(num_live * whole_bytes, call.backward_start, call.backward_end)
+        small = {i for i in rank.parameters if rank.num_elements([i]) <= _PERSISTENT_ELEMENTS}
+        rank.add(self._whole_bytes(rank, small), -1, rank.end)
+        passes = [
+            (start, end, unit)
+            for unit in rank.units
+            for call in unit.calls
+            for start, end in ((call.start, call.end), (call.backward_start, call.backward_end))
+        ]
+        used = sorted((each for each in passes if each[0] >= 0), key=lambda each: each[0])
+        for number, (start, end, unit) in enumerate(used):
+            gathered = [i for i in unit.parameters if i not in small]
+            whole_bytes = self._whole_bytes(rank, gathered)
+            again = next((n for n in range(number + 1, len(used)) if used[n][2] is unit), None)
+            between = used[number + 1 : again]
+            if again is not None and sum(rank.num_elements(u.parameters) for *_, u in between) < _REUSE_ELEMENTS:
+                rank.add(whole_bytes, start, used[again][0])
+            else:
+                rank.add(whole_bytes * (1 if unit.is_root else 2), start, end)
+
+    def _whole_bytes(self, rank: RankStep, parameters: Collection[int]) -> int:
+        """Returns the bytes of parameters that are gathered."""
+        return rank.num_elements(parameters) * 2 if rank.is_lower else rank.nbytes(parameters)
 
     def _state(self, rank: RankStep, num: int, share_elements: int) -> int:
         """Divides state, adds master weights, and returns the bytes that are in host memory instead."""

@@ -10,13 +10,20 @@ from msgspec.structs import replace
 from torch import nn
 
 from memwall.machine.hardware import hardware_named
+from memwall.planning.candidate import Candidate
+from memwall.planning.one_recording.recording_search import RecordingSearch
 from memwall.planning.ranks.kinds import KINDS
+from memwall.planning.ranks.one_kind import OneKind
 from memwall.planning.ranks.search import infeasible_ranks, plan_ranks
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.accumulate import Accumulate
 from memwall.predict import device
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.sharding import units
+from memwall.predict.sharding.fsdp2 import Fsdp2
+from memwall.predict.sharding.network import network_of
+from memwall.predict.sharding.units import TraceUnits
+from memwall.predict.sharding.zero import DeepSpeedZero
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.trace.workload import Workload
@@ -107,3 +114,22 @@ def test_what_changes_numerics_is_not_told_as_what_needs_least() -> None:
     error = infeasible_ranks(ranks, trace, asked)
     assert error.smallest_feasible_bytes == needed_bytes["DDP"]
     assert "DDP needs least" in str(error)
+
+
+def test_a_kind_that_is_never_chosen_is_planned_in_outline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN that ZeRO would change numerics THEN its plans are shown, but no integer program is solved for them."""
+    trace = replace(traced(65_536), autocast="bfloat16")
+    asked: list[tuple[bool, bool]] = []
+    best = RecordingSearch.best
+
+    def seen(search: RecordingSearch) -> Candidate | None:
+        asked.append((search.is_outline, any(search is one._search for one in zeros)))
+        return best(search)
+
+    monkeypatch.setattr(RecordingSearch, "best", seen)
+    found = TraceUnits(trace)
+    network = network_of(A100, num_ranks=8, num_ranks_per_node=8, link=None)
+    zeros = [OneKind(DeepSpeedZero(stage=3), found, settings(16 * GIB), network)]
+    for one in (*zeros, OneKind(Fsdp2(), found, settings(16 * GIB), network)):
+        one.search()
+    assert asked == [(True, True), (False, False)]

@@ -10,6 +10,7 @@ from sharded_runs import VOCABULARY, TiedModel, loss_of, network_for, workload
 from torch import nn
 
 from memwall.predict.curve import step_seconds
+from memwall.predict.sharding import zero
 from memwall.predict.sharding.ddp import Ddp, fullest_part
 from memwall.predict.sharding.fsdp2 import Fsdp2
 from memwall.predict.sharding.kind import RankCost, Sharding
@@ -89,11 +90,15 @@ def test_hsdp_divides_among_the_ranks_of_a_node(trace: Trace) -> None:
 
 @pytest.mark.parametrize("num_ranks", [4, 16])
 def test_zero_holds_what_its_paper_says(trace: Trace, num_ranks: int) -> None:
-    """GIVEN float32 THEN weights and gradients are 4 bytes an element, Adam and the master weights 12 (section 3.1)."""
-    elements, buffers = parameter_bytes(trace) // 4, 500_000 * 4
-    for stage, weights, gradients in ((1, 4, 0), (2, 4, 4 / num_ranks), (3, 4 / num_ranks, 4 / num_ranks)):
+    """GIVEN float32 THEN weights and gradients are 4 bytes an element, Adam and the master weights 12 (section 3.1).
+
+    Gradients of stage 2, and the bucket of 1 and 2, are there in backward; small parameters of stage 3 are whole.
+    """
+    elements, small = parameter_bytes(trace) // 4, parameter_bytes(trace) // 4 - 2 * VOCABULARY * 64
+    stages = ((1, 4, 0, 0, 0), (2, 4, 0, 0, 0), (3, 4 / num_ranks, 4 / num_ranks, 500_000 * 4, 4 * small))
+    for stage, weights, gradients, buffers, persistent in stages:
         found = standing_bytes(cost_of(DeepSpeedZero(stage=stage), trace, num_ranks))  # type: ignore[arg-type]
-        assert found["parameter"] == pytest.approx(elements * weights, rel=1e-3)
+        assert found["parameter"] == pytest.approx(elements * weights + persistent, rel=1e-3)
         assert found["gradient"] == pytest.approx(elements * gradients, rel=1e-3)
         assert found["optimizer_state"] == pytest.approx(elements * 12 / num_ranks, rel=1e-3)
         assert found["buffer"] == buffers
@@ -101,8 +106,33 @@ def test_zero_holds_what_its_paper_says(trace: Trace, num_ranks: int) -> None:
 
 @pytest.mark.parametrize(("device", "num_buckets"), [("cpu", 1), ("cuda", 2)])
 def test_zero_has_a_second_bucket_where_reductions_overlap(trace: Trace, device: str, num_buckets: int) -> None:
-    found = standing_bytes(cost_of(DeepSpeedZero(stage=1), replace(trace, device=device), 4))
-    assert found["buffer"] == num_buckets * 500_000 * 4
+    step = cost_of(DeepSpeedZero(stage=1), replace(trace, device=device), 4).step
+    (bucket,) = (storage for storage in step.storages if storage.category == "buffer")
+    assert bucket.nbytes == num_buckets * 500_000 * 4
+    assert {op.phase for op in step.ops[bucket.birth : bucket.death]} == {"backward"}
+
+
+def test_stage_2_keeps_the_gradients_that_are_made_first_until_the_step(trace: Trace) -> None:
+    """GIVEN four ranks THEN one holds no more than a quarter of them, which is there before backward ends."""
+    step = cost_of(DeepSpeedZero(stage=2), trace, 4).step
+    kept = [storage for storage in step.storages if storage.category == "gradient" and storage.nbytes]
+    assert sum(storage.nbytes for storage in kept) == pytest.approx(parameter_bytes(trace) / 4, rel=1e-3)
+    assert {step.ops[storage.birth].phase for storage in kept} == {"backward"}
+    last = max(number for number, op in enumerate(step.ops) if op.phase == "optimizer")
+    assert all(storage.death > last for storage in kept)
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_stage_3_keeps_what_is_used_again_soon_between_its_uses(
+    trace: Trace, is_near: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN an embedding and a head that do not persist THEN both are whole in the loss if few elements lie between."""
+    if not is_near:
+        monkeypatch.setattr(zero, "_REUSE_ELEMENTS", 1)
+    step = cost_of(DeepSpeedZero(stage=3), trace, 4).step
+    loss = next(number for number, op in enumerate(step.ops) if op.phase == "loss")
+    whole = [s for s in step.storages if s.nbytes == 4 * VOCABULARY * 64 and s.birth <= loss < s.death]
+    assert len([s for s in whole if s.category == "parameter"]) == (2 if is_near else 0)
 
 
 def test_offloading_leaves_nothing_on_the_device(trace: Trace) -> None:
@@ -112,7 +142,8 @@ def test_offloading_leaves_nothing_on_the_device(trace: Trace) -> None:
     assert on_host.host_bytes == pytest.approx(whole, rel=1e-3)  # a quarter of weights, gradients and two moments
     state = cost_of(DeepSpeedZero(stage=3, offloads_state=True), trace, 4)
     assert standing_bytes(state)["optimizer_state"] == 0
-    assert standing_bytes(state)["parameter"] == pytest.approx(whole / 4, rel=1e-3)
+    small = whole - 2 * 4 * VOCABULARY * 64
+    assert standing_bytes(state)["parameter"] == pytest.approx(whole / 4 + small, rel=1e-3)
 
 
 def test_buckets_of_ddp_stand_beside_gradients_which_may_be_views_of_them(trace: Trace) -> None:
