@@ -148,12 +148,14 @@ class DeepSpeedZero(Sharding, frozen=True, kw_only=True, tag="zero"):
             for start, end in ((call.start, call.end), (call.backward_start, call.backward_end))
         ]
         used = sorted((each for each in passes if each[0] >= 0), key=lambda each: each[0])
+        num_elements = {unit.path: rank.num_elements(unit.parameters) for unit in rank.units}
         for number, (start, end, unit) in enumerate(used):
-            gathered = [i for i in unit.parameters if i not in small]
-            whole_bytes = self._whole_bytes(rank, gathered)
-            again = next((n for n in range(number + 1, len(used)) if used[n][2] is unit), None)
-            between = used[number + 1 : again]
-            if again is not None and sum(rank.num_elements(u.parameters) for *_, u in between) < _REUSE_ELEMENTS:
+            whole_bytes = self._whole_bytes(rank, [i for i in unit.parameters if i not in small])
+            between, again = 0, number + 1
+            while again < len(used) and used[again][2] is not unit and between < _REUSE_ELEMENTS:
+                between += num_elements[used[again][2].path]
+                again += 1
+            if again < len(used) and used[again][2] is unit and between < _REUSE_ELEMENTS:
                 rank.add(whole_bytes, start, used[again][0])
             else:
                 rank.add(whole_bytes * (1 if unit.is_root else 2), start, end)
