@@ -52,6 +52,10 @@ def _point(
         if best is not None and one.least_seconds >= (best.step_seconds or 0.0):
             continue
         for is_recomputed in (False, True):
+            # Whatever is recomputed, what stands is there: most ways to divide a model need no closer look.
+            standing_bytes = one.standing_bytes(reserved_share)
+            if is_recomputed and standing_bytes >= least_bytes and not one.fits_in_budget(standing_bytes):
+                break
             step, added = one.recomputed() if is_recomputed else (one.cost.step, 0.0)
             process_bytes = one.outlined_bytes(step, reserved_share)
             least_bytes = min(least_bytes or process_bytes, process_bytes)

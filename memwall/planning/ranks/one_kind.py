@@ -151,6 +151,13 @@ class OneKind:
         """Returns the process bytes of a step by its live bytes, where so much is reserved for each of them."""
         return self.process.base_bytes + int(live_peak_bytes(step, self._trace.device) * reserved_share)
 
+    def standing_bytes(self, reserved_share: float) -> int:
+        """Returns the same of what is live all through the step, which no treatment takes away."""
+        step, device = self.cost.step, self._trace.device
+        here = (each for each in step.storages if each.device_type == device)
+        standing_bytes = sum(each.nbytes for each in here if each.birth < 0 and each.death >= len(step.ops))
+        return self.process.base_bytes + int(standing_bytes * reserved_share)
+
     @cached_property
     def _trace(self) -> Trace:
         steady = self._units.steady
