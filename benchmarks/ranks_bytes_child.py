@@ -3,11 +3,15 @@
     torchrun --nproc-per-node 2 ranks_bytes_child.py FOLDER KIND...
 
 A kind is the file of a plan in FOLDER, by which the model is divided. Each rank leaves what it found in
-FOLDER/rank.json: the most bytes that tensors held in a step, by "KIND, FORM".
+FOLDER/rank.json, by "KIND, FORM": the most bytes that tensors held in a step, that its process held in another, and
+that this held as the other began.
 """
 
+import ctypes
+import gc
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +39,28 @@ def actions_of(form: str, prefix: str) -> list[Any]:
     return [Offload(block=block, **away) for block in blocks]
 
 
-def peak_bytes(plan: Path, form: str) -> int:
-    """Returns the most that tensors of a rank hold in the fourth step: the first ones prove a plan's actions."""
+def process_bytes(field: str) -> int:
+    """Returns what the process holds, VmRSS, without what malloc keeps of freed memory; or has held at most, VmHWM."""
+    if field == "VmRSS":
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{field}:")[2].split()[0]) << 10
+
+
+def process_peak_bytes(step: Callable[[], None]) -> tuple[int, int]:
+    """Returns the most that the process holds while a step runs, and what it holds before."""
+    before_bytes = process_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    step()
+    return process_bytes("VmHWM"), before_bytes
+
+
+def peak_bytes(plan: Path, form: str) -> tuple[int, int, int]:
+    """Returns the most that tensors of a rank hold in the fifth step: the first ones prove a plan's actions.
+
+    After it stand the most that the process holds in the fourth, and what it holds before that.
+    """
     torch.manual_seed(0)
     model: nn.Module = memwall.shard(Model(), Plan.load(plan))
     optimizer, tokens = torch.optim.AdamW(model.parameters(), foreach=False), made_batch()
@@ -60,11 +84,12 @@ def peak_bytes(plan: Path, form: str) -> int:
     with session:
         for _ in range(3):
             step()
+        of_process = process_peak_bytes(step)
         state = [value for of_one in optimizer.state.values() for value in of_one.values()]
         held = (*model.parameters(), *state, *buckets.values(), tokens)
         with LiveBytes([getattr(tensor, "_local_tensor", tensor) for tensor in held]) as meter:
             step()
-    return meter.peak_bytes
+    return meter.peak_bytes, *of_process
 
 
 def main() -> None:

@@ -22,12 +22,12 @@ from memwall.planning.planfile import Plan
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from plans import plan_of
 from ranks_bytes import made_batch
-from ranks_bytes_child import actions_of
+from ranks_bytes_child import actions_of, process_peak_bytes
 from sharded_runs import LiveBytes, Model, loss_of
 
 
-def peak_bytes(path: Path, form: str) -> int:
-    """Returns the most that tensors of a rank hold in the fourth step."""
+def peak_bytes(path: Path, form: str) -> tuple[int, int, int]:
+    """Returns the most that tensors of a rank hold in the fifth step, and what its process does, as for others."""
     torch.manual_seed(0)
     model: nn.Module = Model()
     tokens, divided = made_batch(), Plan.load(path)
@@ -44,6 +44,7 @@ def peak_bytes(path: Path, form: str) -> int:
 
     for _ in range(3):
         step()
+    of_process = process_peak_bytes(step)
     gc.collect()
     # What DeepSpeed has made by now, its buffers and master weights included, and nothing of the forms before.
     held = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.layout is torch.strided]
@@ -51,7 +52,7 @@ def peak_bytes(path: Path, form: str) -> int:
         step()
     rest.undo()
     engine.destroy()
-    return meter.peak_bytes
+    return meter.peak_bytes, *of_process
 
 
 def main() -> None:
