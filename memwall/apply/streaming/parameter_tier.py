@@ -311,6 +311,7 @@ class ParameterTier:
                 f"{member.name} was given other memory (as .to() and .half() do) while memwall keeps it on disk; "
                 "change the model before its first step"
             )
+        is_passing = is_passing and _is_alone_on_its_memory(new)
         if is_passing and not member.num_holders and not member.is_aliased and not member.has_graph:
             return self.use([member], lambda: self._overwrite(member, new))
         self._tell_that_stays(member, "is given memory that the script holds as well", "assign a new tensor to .data")
@@ -414,10 +415,15 @@ def _is_alike(new: Tensor, parameter: nn.Parameter) -> bool:
     return type(new) is Tensor and is_there and (new.dtype, new.device) == (parameter.dtype, parameter.device)
 
 
-def _num_references(parameter: nn.Parameter) -> int:
-    """Returns how many tensors, and other objects, hold the parameter's storage."""
+def _is_alone_on_its_memory(new: Tensor) -> bool:
+    """Tells whether no other tensor lies over a tensor's memory, and no array: that of arrays cannot be resized."""
+    return new.untyped_storage().resizable() and _num_references(new) <= _usual_references()
+
+
+def _num_references(tensor: Tensor) -> int:
+    """Returns how many tensors, and other objects, hold a tensor's storage."""
     with without_subclass_functions():
-        return num_references(parameter.untyped_storage())
+        return num_references(tensor.untyped_storage())
 
 
 # The member's own, and that of the call which counts.

@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -189,6 +189,24 @@ def test_memory_that_the_script_holds_as_well_is_the_parameters(
     assert streaming.away_bytes == 0
     assert "0.weight is given memory that the script holds as well; its 16.0 KiB stay in memory" in caplog.text
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
+
+
+_OVER: dict[str, Callable[[Tensor], Tensor]] = {
+    "its data": lambda held: held[1].data,
+    "a part of a buffer": lambda held: held[1],
+    "an array's memory": lambda held: torch.from_numpy(held[1].numpy()),
+}
+
+
+@pytest.mark.parametrize("kind", _OVER)
+def test_a_new_tensor_over_memory_that_the_script_holds_is_the_parameter(
+    model: nn.Module, streaming: ParameterStreaming, kind: str
+) -> None:
+    """Weights that averages take the place of, or that lie in one buffer: what is written there is seen in both."""
+    held = torch.ones(2, 64, 64)
+    model[0].weight.data = _OVER[kind](held)
+    held.add_(1)
+    assert torch.equal(model[0].weight, torch.full((64, 64), 2.0))
 
 
 def test_moving_to_where_it_is_changes_nothing(model: nn.Module, state_pool: TransferPool) -> None:
