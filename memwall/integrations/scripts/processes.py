@@ -43,13 +43,14 @@ def watch_processes(name: str, patches: Patches) -> None:
     Args:
         name: the script's.
     """
-    known: set[Any] = set()
+    known: list[Any] = []
+    """Holds what processes run; a script's own class may have no hash."""
 
     def started(original: Callable[..., Any], process: Any) -> Any:
         target = getattr(process, "_target", None)
         package = (getattr(target, "__module__", None) or "").split(".")[0]
-        if target is not None and package not in _OTHERS and target not in known:
-            known.add(target)
+        if target is not None and package not in _OTHERS and not any(target is each for each in known):
+            known.append(target)
             process._target = _Watched(
                 target,
                 f"memwall: {name} trains in a process of its own, started by multiprocessing.Process: memwall is not "
