@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.parking import Parked
-from memwall.apply.optimizer_state.state_keeper import StateKeeper
+from memwall.apply.optimizer_state.state_keeper import StateKeeper, stepping_bytes
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper, is_streamed
 from memwall.apply.technique import InRecording, allowed
 from memwall.errors import MemwallError
@@ -186,6 +186,10 @@ class RecordedStep:
         if is_streamed:
             tensor_bytes = parked_bytes(trace, step, min_bytes=min_bytes, away_min_bytes=away_min_bytes, kept_bytes=0)
             in_memory_bytes = trace.base_bytes + trace.workspace_bytes + window_bytes + tensor_bytes
+            # What is forecast of the step that ran ends before its optimizer, which had a few of them in memory.
+            parameters = [(2 if one.requires_grad else 1) * one.nbytes for one in self._model.parameters()]
+            at_optimizer_bytes = trace.base_bytes + sum(parameters) + stepping_bytes(optimizers)
+            in_memory_bytes = max(in_memory_bytes, at_optimizer_bytes)
         if self._device.type == "cuda":
             trace = as_plain(trace)
         return trace, FirstStep(

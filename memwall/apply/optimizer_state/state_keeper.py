@@ -4,7 +4,7 @@ It is carried over between plans.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -245,6 +245,22 @@ class StateKeeper:
     def moved_bytes(self) -> tuple[int, int]:
         """Returns the bytes written to disk and read from it since this was asked last."""
         return self._opened.moved_bytes()
+
+
+def stepping_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Returns what optimizers whose state is on disk hold at most beside parameters and gradients.
+
+    That is one parameter's state, which a first step makes, and its temporaries.
+    """
+    return max(
+        (
+            expected_state_bytes(optimizer, parameter, group, MIN_STATE_BYTES) + _TEMPORARIES * parameter.nbytes
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ),
+        default=0,
+    )
 
 
 def _lacks_room(optimizer: torch.optim.Optimizer, allocator: AllocatorHandler, budget_bytes: int) -> bool:

@@ -17,8 +17,11 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.streaming import parameter_keeper
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
+from memwall.predict.first_step import FirstStep
+from memwall.session import live_plan
 from memwall.session.live_plan import Revision
 from memwall.session.session import Session
+from memwall.trace.records import Trace
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
@@ -60,6 +63,24 @@ def test_a_step_that_is_recorded_once_more_leaves_them_where_they_are(without_ro
         assert keeper.spill_recorded(model, optimizer, allocator, budget_bytes=1 << 40)
         assert keeper.absent_bytes > 400 * KIB
     keeper.bring_back()
+
+
+def test_a_first_step_with_parameters_in_memory_is_foreseen_with_its_optimizer(
+    without_room: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN large weights WHEN their step was recorded in parts THEN whole it has state and temporaries beside all."""
+    found: list[tuple[FirstStep, Trace]] = []
+    monkeypatch.setattr(live_plan, "with_evaluation", lambda first, trace: found.append((first, trace)) or first)
+    model = nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.Linear(2048, 1024, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with memwall.fit(model, optimizer, budget=1 << 40, disk=str(tmp_path)):
+        for _ in range(2):
+            model(torch.ones(2, 1024)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (first, trace), *_ = found
+    weights_and_gradients, state_and_temporaries = 2 * 2 * (8 << 20), (2 + 2) * (8 << 20)
+    assert first.in_memory_bytes >= trace.base_bytes + weights_and_gradients + state_and_temporaries
 
 
 def test_layers_that_are_not_trained_do_not_bring_all_back_before_a_first_step(
