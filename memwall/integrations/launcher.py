@@ -80,10 +80,17 @@ class ScriptRun:
             session.train_also(model)
             session.first_forward(called)
             return
-        session.attach(model, self.watch.early_optimizers(model), is_stepped_by_hand=not has_optimizer)
-        if checkpoint is not None and execution_is_transformed():
-            # What the model is called with has no storage, and no step of it is seen.
-            _log.warning("no step is committed to %s: torch.func computes the gradients", checkpoint.directory)
+        trains_copies = self.watch.trains_copies
+        session.attach(
+            model,
+            self.watch.early_optimizers(model),
+            is_stepped_by_hand=not has_optimizer,
+            trains_copies=trains_copies and not execution_is_transformed(),
+        )
+        if checkpoint is not None and (execution_is_transformed() or trains_copies):
+            # What the model is called with is not its own, and no step of it is seen.
+            why = "torch.func computes the gradients" if execution_is_transformed() else "copies are trained"
+            _log.warning("no step is committed to %s: %s", checkpoint.directory, why)
             checkpoint = None
         if checkpoint is not None:
             checkpoint.prepare(model)  # before parameters go there

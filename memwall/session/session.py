@@ -151,12 +151,20 @@ class Session:
 
     # -- life cycle ------------------------------------------------------------------------------------------------
 
-    def attach(self, model: nn.Module, optimizers: Optimizers, *, is_stepped_by_hand: bool = False) -> None:
+    def attach(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        *,
+        is_stepped_by_hand: bool = False,
+        trains_copies: bool = False,
+    ) -> None:
         """Says which model this session trains, and what steps it. Optimizers may follow at their first steps.
 
         Args:
             model: one, or several as `TrainedTogether`.
             is_stepped_by_hand: there seems to be no optimizer: the loop may change parameters itself.
+            trains_copies: optimizers train what the model is called with in place of its parameters.
 
         Raises:
             UsageError: the budget is more than the model's CUDA device has, others move the parameters about, or it is
@@ -175,6 +183,7 @@ class Session:
         if distributed.is_available() and distributed.is_initialized():
             self.watch_receives()
         self._borders.attach(model, optimizers_of(optimizers))
+        self._borders.trains_copies = trains_copies
         if is_stepped_by_hand:
             self._borders.is_changed_by_hand = self._live.is_changed_by_hand
             self._borders.num_optimizer_steps = None

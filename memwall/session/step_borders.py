@@ -19,6 +19,7 @@ from memwall.apply.memory.exhaustion import Phase
 from memwall.patches import Patches
 from memwall.session.loop.longer_batch import Shape, input_shape
 from memwall.session.loop.turns import Turns
+from memwall.session.unseen_steps import why_unseen
 from memwall.torch_internals.autograd import current_node, execution_is_transformed
 from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import trains
@@ -86,6 +87,8 @@ class StepBorders:
         recording it raises."""
         self.num_optimizer_steps: int | None = 0
         """Those of the model's optimizers so far; None where there seems to be none."""
+        self.trains_copies = False
+        """Whether the model is called with other tensors in place of its parameters, which optimizers train."""
         self._transformed_after: int | None = -1
         """The number of those after which torch.func has computed gradients last."""
         self.in_first_forward = False
@@ -186,14 +189,11 @@ class StepBorders:
         """Does what the hook before each forward does; to be called where that hook came too late for one."""
         model = self.attached_model if model is None else model
         self._listener.before_forward()
-        if execution_is_transformed():
+        if execution_is_transformed() or self.trains_copies:
             self._transformed_after = self.num_optimizer_steps
             if not self.is_transformed:
                 self.is_transformed = True
-                _log.warning(
-                    "gradients are computed by torch.func, which allows no hooks on saved tensors: no plan makes "
-                    "such steps smaller; use loss.backward() to have them planned"
-                )
+                _log.warning("%s to have them planned", "; ".join(why_unseen(trains_copies=self.trains_copies)))
             return
         if self.is_unseen or (self.called is None and self._transformed_after == self.num_optimizer_steps):
             return  # of a step whose gradients torch.func computes too, and may go on to

@@ -211,7 +211,11 @@ class Steps:
             raise self.failure.without_frames()
         if self.state == "waiting":
             try:
-                self._unseen.forward_begins(self.borders.attached_model, self.borders.num_optimizer_steps)
+                self._unseen.forward_begins(
+                    self.borders.attached_model,
+                    self.borders.num_optimizer_steps,
+                    trains_copies=self.borders.trains_copies,
+                )
             except MemwallError as error:
                 self.failure = error.without_frames()
                 raise

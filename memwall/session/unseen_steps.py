@@ -27,6 +27,26 @@ _COPIES = 2
 parameters that a loop makes anew while the old ones are there."""
 
 
+def why_unseen(*, trains_copies: bool) -> tuple[str, str]:
+    """Returns why no plan makes a run's steps smaller, and what its script can do.
+
+    Args:
+        trains_copies: its optimizers train what the model is called with in place of its parameters. When a block is
+            recomputed, or a parameter fetched, that has gone again.
+    """
+    if trains_copies:
+        return (
+            "the optimizer trains copies, with which torch.func.functional_call calls the model in place of its "
+            "parameters: no plan makes such steps smaller",
+            "train the model's own parameters",
+        )
+    return (
+        "gradients are computed by torch.func, which allows no hooks on saved tensors: no plan makes such steps "
+        "smaller",
+        "use loss.backward()",
+    )
+
+
 class UnseenSteps:
     """Looks at each forward of a run in which nothing was recorded yet.
 
@@ -42,17 +62,21 @@ class UnseenSteps:
         self._base_bytes = self._num_steps = 0
         self._num_optimizer_steps: int | None = None
 
-    def forward_begins(self, model: nn.Module, num_optimizer_steps: int | None = None) -> None:
+    def forward_begins(
+        self, model: nn.Module, num_optimizer_steps: int | None = None, *, trains_copies: bool = False
+    ) -> None:
         """Judges the step before, if there was one and it is over.
 
         Args:
             num_optimizer_steps: those so far, each of which ends a step, whose gradients may hold many inner ones; None
                 where there is no optimizer, and a step is over with its gradients.
+            trains_copies: see `why_unseen`.
 
         Raises:
             InfeasibleError: it has passed the budget.
         """
-        if not torch.is_grad_enabled() or not execution_is_transformed() or self._measured.meter.device != "cpu":
+        is_unseen = torch.is_grad_enabled() and (execution_is_transformed() or trains_copies)
+        if not is_unseen or self._measured.meter.device != "cpu":
             return
         self._hold_heap()
         given = next(model.parameters(), None)
@@ -64,7 +88,8 @@ class UnseenSteps:
             return  # a further forward of the same step
         elif self._num_steps < _NUM_LOOKED_AT:
             self._num_steps += 1
-            self._judge(sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()))
+            parameter_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+            self._judge(parameter_bytes, *why_unseen(trains_copies=trains_copies))
         self._given, self._num_optimizer_steps = weakref.ref(given), num_optimizer_steps
 
     def _is_over(self, num_optimizer_steps: int | None) -> bool:
@@ -79,7 +104,7 @@ class UnseenSteps:
             self._allocator.apply_tight(max(1, budget_bytes - _LEFT_BYTES))
         self._allocator.hold_limit()
 
-    def _judge(self, parameter_bytes: int) -> None:
+    def _judge(self, parameter_bytes: int, why: str, instead: str) -> None:
         budget_bytes, held_bytes = self._budget_bytes(), self._measured.meter.peak_bytes()
         if not 0 < budget_bytes < held_bytes:
             return
@@ -90,9 +115,8 @@ class UnseenSteps:
             f"{format_bytes(smallest_bytes - budget_bytes, rounding='up')} more\n"
             f"of that, {format_bytes(self._base_bytes)} are the process before the step, "
             f"{format_bytes(parameter_bytes)} parameters\n"
-            "gradients are computed by torch.func, which allows no hooks on saved tensors: no plan makes such steps "
-            "smaller\n"
-            "  - compute them by loss.backward()\n"
+            f"{why}\n"
+            f"  - {instead}\n"
             "  - halve the batch",
             budget_bytes=budget_bytes,
             smallest_feasible_bytes=smallest_bytes,

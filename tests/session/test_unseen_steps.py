@@ -156,3 +156,52 @@ def test_such_a_script_trains_as_it_is_where_steps_would_be_committed_or_recorde
     Path("meta.py").write_text(META)
     assert main([*command, "meta.py"]) == status
     assert Path("steps.txt").read_text() == "0 1 2 "
+
+
+COPIES = """
+import torch
+from torch.func import functional_call
+model = torch.nn.Linear(4, 1)
+copies = {name: value.detach().clone().requires_grad_() for name, value in model.named_parameters()}
+optimizer = torch.optim.Adam(copies.values())
+for step in range(3):
+    optimizer.zero_grad()
+    functional_call(model, copies, (torch.ones(3, 4),)).sum().square().backward()
+    optimizer.step()
+    open("steps.txt", "a").write(f"{step} ")
+"""
+
+
+@pytest.mark.parametrize(("budget", "status", "steps"), [("8GiB", 0, "0 1 2 "), ("32MiB", 3, "0 ")])
+def test_a_script_that_trains_copies_of_its_parameters_is_told_so_and_refused_after_one_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    budget: str,
+    status: int,
+    steps: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("copies.py").write_text(COPIES)
+    assert main(["run", "--budget", budget, "copies.py"]) == status
+    assert Path("steps.txt").read_text() == steps
+    said = caplog.text + capsys.readouterr().err
+    assert said.count("no plan makes such steps smaller; train the model's own parameters") == (status == 3)
+    assert ("the smallest feasible one is" in said) == (status == 3)
+
+
+def test_gradients_by_torch_func_of_copies_that_an_optimizer_trains_are_judged_at_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    by_func = """
+    loss_of = lambda given: functional_call(model, given, (torch.ones(3, 4),)).sum()
+    for name, gradient in torch.func.grad(loss_of)(copies).items():
+        copies[name].grad = gradient
+"""
+    begin, _, end = COPIES.replace(".requires_grad_()", "").partition("    functional_call(")
+    Path("by_func.py").write_text(begin + by_func + end.partition("backward()\n")[2])
+    assert main(["run", "--budget", "32MiB", "by_func.py"]) == 3
+    assert Path("steps.txt").read_text() == "0 "
+    assert "gradients are computed by torch.func" in capsys.readouterr().err

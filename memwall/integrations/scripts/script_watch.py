@@ -46,6 +46,8 @@ class ScriptWatch:
         """Id of the model that each module is in; 0 where it is not trained."""
         self._gone, self._returned = weakref.WeakSet[nn.Module](), weakref.WeakSet[nn.Module]()
         """Models that were taken for gone, and those of them that were called again."""
+        self._of_copies = weakref.WeakSet[torch.optim.Optimizer]()
+        """Optimizers that train what a model is called with in place of its parameters."""
         self._running = 0
         """The model that is being called."""
         self._forwards = ForwardCalls()
@@ -110,7 +112,12 @@ class ScriptWatch:
             return False
         if self.model is None and optimizer not in self._early:
             self._early.append(optimizer)  # its closure is going to call the model
-        return self.model is not None and trains(optimizer, self.model)
+        return self.model is not None and (optimizer in self._of_copies or trains(optimizer, self.model))
+
+    @property
+    def trains_copies(self) -> bool:
+        """Tells whether the model that was called is not what the script trains, but what it is called with."""
+        return bool(self._of_copies)
 
     def early_optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         """Returns the optimizers of a model whose step has begun before the model was called for the first time."""
@@ -140,6 +147,7 @@ class ScriptWatch:
         if not found.is_trained:
             self._known.update((each, 0) for each in module.modules())
             return
+        self._of_copies.update(found.of_copies)
         alive = {id(model) for model in found.models}
         self._called = {number: model for number, model in self._called.items() if number in alive}
         self._called[id(module)] = module

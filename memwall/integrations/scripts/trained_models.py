@@ -24,6 +24,8 @@ class TrainedModels(Struct, frozen=True, kw_only=True):
     """Whether an optimizer holds a parameter of the module; without any optimizer it counts as trained."""
     has_optimizer: bool
     """Whether any optimizer is alive that holds a parameter of a module."""
+    of_copies: tuple[torch.optim.Optimizer, ...] = ()
+    """Those that train what the module is called with in place of its parameters."""
 
 
 def trained_with(
@@ -50,9 +52,14 @@ def trained_with(
         optimizers, modules = _alive(foreign, without_garbage=True)
         trained = _parameters_of(optimizers)
     is_trained = not trained or any(id(parameter) in trained for parameter in called.parameters())
-    is_trained = is_trained or _is_trained_by_transform(called, optimizers, modules)
+    of_copies = _of_copies(called, optimizers, modules)
     found += _others(modules, found, [number for number in trained if number not in held])
-    return TrainedModels(models=tuple(found), is_trained=is_trained, has_optimizer=bool(trained))
+    return TrainedModels(
+        models=tuple(found),
+        is_trained=is_trained or bool(of_copies),
+        has_optimizer=bool(trained),
+        of_copies=tuple(of_copies),
+    )
 
 
 def optimizers_alive() -> list[torch.optim.Optimizer]:
@@ -75,20 +82,22 @@ def _parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, Non
     return {id(parameter): None for group in groups for parameter in group["params"]}
 
 
-def _is_trained_by_transform(
+def _of_copies(
     called: nn.Module, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[nn.Module]
-) -> bool:
-    """Tells whether torch.func calls a model with other tensors in place of the parameters that an optimizer trains.
+) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers that train what torch.func calls a model with in place of its parameters.
 
-    No module holds those meanwhile: they are known by their shapes.
+    Within a transform no module holds what they train meanwhile: it is known by its shapes.
     """
+    of = [(one, [p for group in getattr(one, "param_groups", ()) for p in group["params"]]) for one in optimizers]
     if not execution_is_transformed():
-        return False
+        copies = {id(given) for given in called.parameters() if not isinstance(given, nn.Parameter)}
+        return [optimizer for optimizer, trained in of if any(id(each) in copies for each in trained)] if copies else []
     held = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
-    groups = (group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ()))
-    left = {parameter.shape for group in groups for parameter in group["params"] if id(parameter) not in held}
+    left = [(optimizer, {each.shape for each in trained if id(each) not in held}) for optimizer, trained in of]
     shapes = [parameter.shape for parameter in called.parameters() if parameter.requires_grad]
-    return bool(shapes) and left.issuperset(shapes)
+    is_trained = bool(shapes) and set().union(*(found for _, found in left)).issuperset(shapes)
+    return [optimizer for optimizer, found in left if found] if is_trained else []
 
 
 def _others(modules: Iterable[nn.Module], found: Iterable[nn.Module], trained: Sequence[int]) -> list[nn.Module]:
