@@ -6,8 +6,9 @@
 The forecast is that of `memwall plan --ranks`, made from the step of one process; the measure is the most bytes that
 tensors hold at once in a step of a rank, looked at after each operation, on the rank that holds most. Every block is
 recomputed, or all its saved tensors of a size leave. Beside it stands the most that the process of such a rank holds
-(VmHWM) in a step that nobody looks at, and how far from that lies what it holds as the step begins, together with what
-the forecast says that a step adds. Writes results/cpu/ranks_bytes.json and the table of docs/ranks.md.
+(VmHWM) in a step that nobody looks at. Of steps under a plan that is foreseen from what the process holds as the step
+begins, what the forecast says that a step adds, what the plain step held beyond its tensors, and what may be on its way
+to the disk. Writes results/cpu/ranks_bytes.json and the table of docs/ranks.md.
 """
 
 import argparse
@@ -40,7 +41,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from sharded_runs import network_for, ranked_plan, workload  # noqa: E402
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "cpu" / "ranks_bytes.json", ROOT / "docs" / "ranks.md"
-NUM_BLOCKS, MIN_BYTES, MIB = 4, 1 << 16, 1 << 20
+NUM_BLOCKS, MIN_BYTES, WINDOW_BYTES, MIB = 4, 1 << 16, 32 << 20, 1 << 20
 FORMS: dict[str, Treatment | None] = {
     "plain": None,
     "recompute": Treatment(recompute=True),
@@ -122,13 +123,22 @@ def table(cells: dict[str, Any]) -> str:
                 if cell is None:
                     row.append("refused" if f"{name}, {form}" == REFUSED else "-")
                     continue
-                expected_bytes = cell["process_before_bytes"] + cell["predicted_added_bytes"]
-                row.append(
-                    f"{_compared(cell['measured_bytes'], cell['predicted_bytes'])}; "
-                    f"{_compared(cell['process_bytes'], expected_bytes)}"
-                )
+                plain = cells[f"{name}, plain, {num_ranks}"]
+                process = f"{plain['process_bytes'] / MIB:.0f} MiB"
+                if form != "plain":
+                    process = _compared(cell["process_bytes"], foreseen_process_bytes(form, cell, plain))
+                row.append(f"{_compared(cell['measured_bytes'], cell['predicted_bytes'])}; {process}")
             lines.append(f"| {kind.words} | {num_ranks} | {' | '.join(row)} |")
     return "\n".join(lines)
+
+
+def foreseen_process_bytes(form: str, cell: dict[str, int], plain: dict[str, int]) -> int:
+    """Returns what a process is to hold in a step under a plan, by what it held beyond tensors in the plain one."""
+    num_bytes = cell["process_before_bytes"] + cell["predicted_added_bytes"]
+    num_bytes += plain["process_bytes"] - plain["process_before_bytes"] - plain["predicted_added_bytes"]
+    if form == "offload":
+        num_bytes += min(WINDOW_BYTES, plain["predicted_bytes"] - cell["predicted_bytes"])
+    return num_bytes
 
 
 def _compared(measured_bytes: int, predicted_bytes: int) -> str:

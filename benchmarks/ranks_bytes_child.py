@@ -26,7 +26,7 @@ from memwall.planning.techniques.recompute import Recompute
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from plans import plan_of
-from ranks_bytes import FORMS, MIN_BYTES, NUM_BLOCKS, made_batch
+from ranks_bytes import FORMS, MIN_BYTES, NUM_BLOCKS, WINDOW_BYTES, made_batch
 from sharded_runs import LiveBytes, Model, loss_of
 
 
@@ -35,7 +35,7 @@ def actions_of(form: str, prefix: str) -> list[Any]:
     blocks = [f"{prefix}blocks.{number}" for number in range(NUM_BLOCKS)] if form != "plain" else []
     if form == "recompute":
         return [Recompute(block=block) for block in blocks]
-    away: dict[str, Any] = {"scope": "saved", "tier": "disk", "min_bytes": MIN_BYTES, "window_bytes": 32 << 20}
+    away: dict[str, Any] = {"scope": "saved", "tier": "disk", "min_bytes": MIN_BYTES, "window_bytes": WINDOW_BYTES}
     return [Offload(block=block, **away) for block in blocks]
 
 
