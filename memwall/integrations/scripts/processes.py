@@ -43,14 +43,15 @@ def watch_processes(name: str, patches: Patches) -> None:
     Args:
         name: the script's.
     """
-    known: list[Any] = []
-    """Holds what processes run; a script's own class may have no hash."""
+    known: set[tuple[str, str]] = set()
+    """Holds names: what processes run may have no hash, and may hold much."""
 
     def started(original: Callable[..., Any], process: Any) -> Any:
         target = getattr(process, "_target", None)
-        package = (getattr(target, "__module__", None) or "").split(".")[0]
-        if target is not None and package not in _OTHERS and not any(target is each for each in known):
-            known.append(target)
+        module = getattr(target, "__module__", None) or ""
+        function = module, getattr(target, "__qualname__", type(target).__qualname__)
+        if target is not None and module.split(".")[0] not in _OTHERS and function not in known:
+            known.add(function)
             process._target = _Watched(
                 target,
                 f"memwall: {name} trains in a process of its own, started by multiprocessing.Process: memwall is not "
