@@ -3,11 +3,16 @@
 import gc
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from memwall.session.loop.evaluation_batch import largest_batch
+import memwall
+from memwall.predict.first_step import FirstStep
+from memwall.session.loop import evaluation_batch
+from memwall.session.loop.evaluation_batch import largest_batch, with_evaluation
 
 TRAINED = 7919  # of no other loader in the process
 
@@ -50,3 +55,21 @@ def test_a_batch_has_at_most_all_samples_of_its_data() -> None:
 def test_where_no_loader_has_what_is_trained_none_says_anything() -> None:
     assert loader(2 * TRAINED).batch_size
     assert largest_batch(TRAINED) == 0
+
+
+def test_another_run_may_foresee_more_for_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN two runs that measured a MiB of workspace more or less WHEN one is told a budget THEN the other has it."""
+    workload = memwall.Workload(
+        model=lambda: nn.Linear(64, 64),
+        batch=lambda: torch.zeros(TRAINED, 64),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    trace = memwall.record(workload, num_steps=1)
+    larger = msgspec.structs.replace(trace, workspace_bytes=trace.workspace_bytes + (1 << 20))
+    monkeypatch.setattr(evaluation_batch, "largest_batch", lambda _: 16 * TRAINED)
+    first = FirstStep(needed_bytes=0, in_memory_bytes=0, stays_from_bytes=0)
+    told_bytes = with_evaluation(first, trace, 0).needed_bytes
+    again = with_evaluation(first, larger, told_bytes)
+    assert with_evaluation(first, trace, 0).evaluation_bytes < again.evaluation_bytes <= told_bytes
+    assert again.needed_bytes <= told_bytes
