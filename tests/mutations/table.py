@@ -292,6 +292,20 @@ MUTATIONS = (
         ("tests/planning/test_solve.py::test_a_solver_that_prints_as_it_is_made_is_not_heard",),
     ),
     Mutation(
+        "a budget whose bound says that no plan for it is of use is solved with integers",
+        "memwall/planning/solver/milp.py",
+        "    if (near.bound - program.ties) * unit_seconds >= below_seconds:",
+        "    if False:",
+        ("tests/planning/test_solve.py::test_what_a_bound_says_is_of_no_use_is_not_looked_for",),
+    ),
+    Mutation(
+        "the forecast of ZeRO-3 divides parameters that DeepSpeed keeps whole until they are used again",
+        "memwall/predict/sharding/zero.py",
+        "                rank.add(whole_bytes, start, used[again][0])",
+        "                rank.add(whole_bytes, start, end)",
+        ("tests/predict/sharding/test_kinds.py::test_stage_3_keeps_what_is_used_again_soon_between_its_uses",),
+    ),
+    Mutation(
         "a block is proven by a second run in forward that the budget has no room for",
         "memwall/apply/blocks/digests.py",
         "if room_bytes is not None and room_bytes < num_bytes:",
