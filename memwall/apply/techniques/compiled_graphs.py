@@ -14,6 +14,7 @@ from memwall.machine.process_group import num_processes
 from memwall.planning.menu import WINDOW_BYTES
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.compiled_graphs import CompiledGraphs
+from memwall.predict.curve import live_peak_bytes
 from memwall.torch_internals.compiler import is_compiled, num_compiled
 from memwall.torch_internals.partitioner import SavedBytes, budget_ratio, cut_by, start_over
 from memwall.trace.records import Trace
@@ -53,11 +54,11 @@ class CompiledGraphsHandler(Handler[CompiledGraphs]):
 
     @classmethod
     def record_again(cls, model: nn.Module, trace: Trace, *, is_running: bool) -> InRecording | None:
-        """Has everything compiled once more, with less saved: a step has shown that its backward needs more room."""
+        """Has everything compiled once more, cut elsewhere: a step has shown that its backward needs more room."""
         cuts = _cuts.get(model)
-        if cuts is None or not cuts.recut():
+        if cuts is None or not cuts.recut(live_peak_bytes(trace.steps[0], trace.device)):
             return None
-        _log.info("no plan fits; the next step compiles again, with less saved")
+        _log.info("no plan fits; the next step compiles again, to save at most %.0f%%", 100 * cuts.most)
         start_over()
         return _recorded(model, cuts)
 
@@ -77,8 +78,8 @@ class CompiledGraphsHandler(Handler[CompiledGraphs]):
 class GraphCuts:
     """Cuts each graph at the largest ratio at which all of them together have room; at the least where none has.
 
-    What a backward needs besides what is saved is not known before it runs: `recut` cuts deeper, once a step has shown
-    that it must.
+    What a backward needs besides what is saved is not known before it runs, and a deeper cut may need more: `recut`
+    goes by the peaks of steps that ran.
 
     Args:
         room_bytes: returns what graphs may save.
@@ -87,13 +88,19 @@ class GraphCuts:
     Attributes:
         ratio: the smallest ratio of a graph so far; the script's own until there was one.
         left_out_bytes: what graphs would save beside what they do.
+        most: the largest ratio that is taken.
     """
 
     def __init__(self, room_bytes: Callable[[], int], before: "GraphCuts | None" = None) -> None:
         self._room_bytes = room_bytes
         self.ratio: float = 1.0 if before is None else before.ratio
         self.left_out_bytes: int = 0 if before is None else before.left_out_bytes
-        self._most, self._saved_bytes = 1.0, 0
+        self.most, self._saved_bytes = 1.0, 0
+        self._is_told = False
+        """Whether graphs save `most`, whatever room there seems to be."""
+        self._own = 0.0
+        """The script's own ratio, the most that graphs are to save."""
+        self._peaks: dict[float, int] = {}
         self._undo = cut_by(self._choose)
 
     @property
@@ -101,12 +108,26 @@ class GraphCuts:
         """Returns whether this torch's partitioner can be told."""
         return self._undo is not None
 
-    def recut(self) -> bool:
-        """Has graphs that are compiled from now on cut deeper than any was; returns whether that is possible."""
-        deeper = [ratio for ratio in _RATIOS if ratio < self.ratio]
-        if not deeper:
+    def recut(self, peak_bytes: int) -> bool:
+        """Has graphs that are compiled from now on cut otherwise than any was; returns whether that is possible.
+
+        Cuts go deeper while that lowers the peak, and then as far up from the first one.
+
+        Args:
+            peak_bytes: the most bytes that were live in a step with the present cut.
+        """
+        is_higher = bool(self._peaks) and peak_bytes >= min(self._peaks.values())
+        is_going_up = bool(self._peaks) and self.ratio > max(self._peaks)
+        self._peaks[self.ratio] = peak_bytes
+        deeper = [ratio for ratio in _RATIOS if ratio < min(self._peaks)]
+        shallower = [ratio for ratio in reversed(_RATIOS) if max(self._peaks) < ratio <= self._own]
+        if deeper and not is_higher and not is_going_up:
+            self.most = deeper[0]
+        elif shallower and not (is_higher and is_going_up):
+            self.most, self._is_told = shallower[0], True
+        else:
             return False
-        self._most, self._saved_bytes, self.left_out_bytes = deeper[0], 0, 0
+        self.ratio, self._saved_bytes, self.left_out_bytes = 1.0, 0, 0
         return True
 
     def undo(self) -> None:
@@ -116,11 +137,11 @@ class GraphCuts:
             self._undo()
 
     def _choose(self, saved_bytes: SavedBytes, own: float) -> float:
-        most = min(own, self._most)
+        self._own, most = own, min(own, self.most)
         whole_bytes, room_bytes = saved_bytes(own), self._room_bytes()
         for ratio in (most, *(ratio for ratio in _RATIOS if ratio < most)):
             num_bytes = whole_bytes if ratio == own else saved_bytes(ratio)
-            if num_bytes <= room_bytes - self._saved_bytes:
+            if self._is_told or num_bytes <= room_bytes - self._saved_bytes:
                 break
         _log.info(
             "a compiled graph saves %s of %s, of %s that there is for all",
