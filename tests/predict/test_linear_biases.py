@@ -63,8 +63,18 @@ def test_a_sum_written_by_hand_is_a_tensor_of_its_own(step_of: Callable[..., Tra
     assert results_of(translated(trace, hardware_named("l4"))) == [RESULT] * 2
 
 
-def test_a_product_that_backward_reads_is_left_alone(step_of: Callable[..., Trace]) -> None:
-    """GIVEN a step in which the product is alive after the sum THEN nothing changes."""
-    trace = step_of(is_by_hand=True)
+class Linear(nn.Linear):
+    """Is taken for torch's own, and reads its product itself as well."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        product = input @ self.weight.t()
+        return torch.tanh(product) * (product + self.bias)
+
+
+def test_a_product_that_outlives_the_sum_is_left_alone(workload_of: Callable[..., Workload]) -> None:
+    """GIVEN a linear layer's step in which the product is alive after the sum THEN nothing changes."""
+    trace = record(workload_of(lambda: Linear(WIDTH, WIDTH), lambda: torch.ones(ROWS, WIDTH)))
     step = trace.steps[-1]
+    product = next(op for op in step.ops if trace.names[op.name] == "aten.mm.default")
+    assert trace.modules[product.module].class_name == "Linear"
     assert with_biases_in_place(step, trace.names, trace.modules) == step
