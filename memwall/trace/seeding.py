@@ -20,7 +20,7 @@ from memwall.trace.recurrent import drops_between_layers
 from memwall.trace.trace_builder import TraceBuilder, run_recorded
 from memwall.trace.workload import Workload
 
-_SETTERS = ("manual_seed", "manual_seed_all", "set_rng_state")
+_SETTERS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
 
 
 @contextmanager
