@@ -75,12 +75,14 @@ def estimate(
 
     What no option says, as an 8-bit optimizer or a loss of one's own, a factory does: it returns the Workload.
     """
+    from memwall.machine.collector import without_collector
     from memwall.machine.hardware import hardware_named
 
     devices = [hardware_named(name.strip()) for name in device.split(",")]
     budgets = [None if budget is None else parse_budget(budget, whole_bytes=each.usable_bytes) for each in devices]
     num_samples, num_tokens = parse_count(batch, "--batch"), parse_count(seq, "--seq")
-    from memwall.cli.estimate_search import Question, searched
+    with without_collector():  # torch's modules are many records, too
+        from memwall.cli.estimate_search import Question, searched
     from memwall.cli.output import forecast_status, show
     from memwall.report.estimate_comparison import compared
     from memwall.report.summary import estimate_summary
