@@ -295,7 +295,7 @@ def test_an_infeasible_budget_says_by_how_much_and_what_would_help(
         "(largest: tokens)\n"
         "  - give a disk for saved tensors: --disk DIR\n"
         "  - halve the micro-batch and accumulate: batch size 4 to 2, 2 accumulation steps (the same global batch)\n"
-        "  - allow fused kernels for norms, gated MLPs and the loss of a language model: --allow kernels\n"
+        "  - allow fused kernels for RMSNorms, gated MLPs and the loss of a language model: --allow kernels\n"
         "  - allow bfloat16 autocast, which changes numerics: --allow precision\n"
         "  - shorten the sequence or lower the resolution"
     )

@@ -1,4 +1,4 @@
-"""Fused kernels: norms, gated MLPs and a language model's loss run as one operation each, which keeps fewer tensors."""
+"""Fused kernels: RMSNorms, gated MLPs and a language model's loss each run as one operation, which keeps less."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -32,7 +32,7 @@ class _Kernels(Technique[FusedKernels]):
     record = FusedKernels
     order = 31
     allow = "kernels"
-    allow_means = "fused kernels may stand in for norms, gated MLPs and losses; they round at other points"
+    allow_means = "fused kernels may stand in for RMSNorms, gated MLPs and losses; they round at other points"
     allow_exactness = "equivalent"
     advice_rank = 3
     way_out_rank = 1
@@ -43,7 +43,7 @@ class _Kernels(Technique[FusedKernels]):
         is_possible = could_have_kernels(trace) and can_use_kernels(trace.device, (self.allow,), is_here=True) is None
         if not is_possible or self.allow in allow:
             return None
-        return "allow fused kernels for norms, gated MLPs and the loss of a language model: --allow kernels"
+        return "allow fused kernels for RMSNorms, gated MLPs and the loss of a language model: --allow kernels"
 
     def way_out(self, found: Recording) -> tuple[str, Recording] | None:
         settings = found.settings
