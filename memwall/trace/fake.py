@@ -157,7 +157,7 @@ def fake_run(
     with ExitStack() as contexts:
         contexts.enter_context(without_collector())
         contexts.enter_context(torch.random.fork_rng(devices=[]))
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed CUDA devices, which are not put back
         contexts.enter_context(quiet_fake_tensors())
         # Without fallback: it would run kernels for real, on as many zeros as the tensors pretend to have.
         fake_mode = contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False))

@@ -29,6 +29,18 @@ EXPERT_SHARE = 0.25
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def test_a_recording_leaves_the_generators_as_they_are(
+    workload_of: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of CUDA devices as well, which a script may have seeded before it asks for an estimate."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    state = torch.get_rng_state()
+    record_fake(workload_of(lambda: nn.Linear(4, 4), lambda: torch.ones(2, 4)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert seeded == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model_name", "optimizer_name"), every_value(sorted(MODELS), sorted(optimizers())))
 def test_a_fake_step_is_the_live_one(
