@@ -152,7 +152,7 @@ def main() -> None:
         "tag": "simulated",
         "torch": torch.__version__,
         "card": CARD,
-        "ranks": NUM_RANKS,
+        "num_ranks": NUM_RANKS,
         "commit": commit(),
         "cells": cells,
     }

@@ -33,7 +33,7 @@ UNDOCUMENTED = (
 )
 ASKING = ("getattr", "hasattr", "setattr", "delattr")
 NAMED_TUPLES = {"_replace", "_fields"}
-PYTHON_AND_NUMPY = {"_getframe", "_bit_generator"}
+PYTHON_AND_NUMPY = {"_getframe", "_bit_generator", "_target"}
 OWN_MARKS = {"_memwall_steps"}
 DEEPSPEED = {
     *("_config", "_param_dict", "_get_zero_ckpt_name", "_swappable_optimizer_subgroup"),

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from memwall.errors import NotAvailableError
 from memwall.torch_internals.dispatch import reading_no_elements, without_subclass_functions
 from memwall.torch_internals.trees import tree_leaves
 
@@ -161,10 +162,14 @@ class _Counting(nn.Parameter):
 def _references_of_passing() -> int:
     """Returns what refers to a tensor that is assigned where it is computed, and held by nobody else.
 
-    It is 0, which is so of none, where a tensor that a variable holds has no more: Python 3.14 lends it.
+    It is 0, which is so of none, where a tensor that a variable holds has no more: Python 3.14 lends it. So it is where
+    this torch cannot guard a parameter at all.
     """
     probe, held = _Counting(torch.empty(1)), torch.empty(1)
-    probe.data = held
+    try:
+        probe.data = held
+    except NotAvailableError:
+        return 0
     num_of_held = _Counting.num_references
     probe.data = torch.empty(1)
     num_of_passing = _Counting.num_references
