@@ -119,10 +119,11 @@ def test_zero_3_on_nvme_differs_by_its_linear_layer_only(run: Run, plain: Any) -
 
 def test_fused_kernels_under_zero_3_train_the_same_and_the_heads_is_refused(run: Run, plain: Any) -> None:
     """Norms read their weights in their own calls, where they are gathered; the loss would read the head's after it."""
-    found = run(a_plan(micro_batch=2), "--stage", "3", "--plain-linear", "--kernels", "0", ranks=2)
-    assert found["losses"] == pytest.approx(plain()[:5], rel=LAST_PLACES)
+    options = ("--stage", "3", "--plain-linear", "--rms-norms", "--kernels")
+    found = run(a_plan(micro_batch=2), *options, "0", ranks=2)
+    assert found["losses"] == pytest.approx(plain("--rms-norms")[:5], rel=LAST_PLACES)
     refused = "the weight of the head went away before its loss was computed, as where FSDP or ZeRO-3 frees it"
-    run(a_plan(micro_batch=2), "--stage", "3", "--plain-linear", "--kernels", "64", ranks=2, fails_with=refused)
+    run(a_plan(micro_batch=2), *options, "64", ranks=2, fails_with=refused)
 
 
 def test_lower_precision_is_deepspeeds(run: Run, plain: Any) -> None:

@@ -35,13 +35,19 @@ def parameters_of(model: nn.Module, has_groups: bool) -> Any:
     return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
 
 
-def build(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return GPT(WIDTH, 2, 4, SEQUENCE)
+def build(args: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(args.seed)
+    model = GPT(WIDTH, 2, 4, SEQUENCE)
+    if args.rms_norms:
+        for parent in list(model.modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, nn.LayerNorm):
+                    setattr(parent, name, nn.RMSNorm(child.normalized_shape))
+    return model
 
 
 def train_plain(args: argparse.Namespace) -> dict[str, Any]:
-    model = build(args.seed)
+    model = build(args)
     optimizer = torch.optim.AdamW(parameters_of(model, args.groups), lr=LEARNING_RATE)
     losses = []
     for step in range(args.first, args.first + args.steps):
@@ -68,7 +74,7 @@ def train_deepspeed(args: argparse.Namespace) -> dict[str, Any]:
     deepspeed.init_distributed("gloo")
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     with torch.device("meta"):
-        shape = build(args.seed)
+        shape = build(args)
     config = plan.deepspeed_config(
         model=shape,
         disk=args.disk,
@@ -85,7 +91,7 @@ def train_deepspeed(args: argparse.Namespace) -> dict[str, Any]:
     # Kernels are compared with what they replace, so values are there until DeepSpeed takes the model.
     is_partitioned &= args.kernels is None
     with deepspeed.zero.Init(config_dict_or_path=config) if is_partitioned else nullcontext():
-        model = build(args.seed)
+        model = build(args)
     if args.kernels is not None:
         vars(model)["get_output_embeddings"] = lambda: model.head
         assert patch_kernels(model, chunk_rows=args.kernels).num_replaced == 5 + (args.kernels > 0)
@@ -144,6 +150,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--rms-norms", action="store_true", help="in place of layer norms, which have no fused kernel")
     parser.add_argument("--kernels", type=int, help="rows of logits at a time; 0 leaves the head as it is")
     parser.add_argument("--save")
     parser.add_argument("--load")
