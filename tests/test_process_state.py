@@ -63,7 +63,7 @@ STATE = {
     "memwall.torch_internals.saved.described": "itself, at 1024 texts",
     "memwall.predict.malloc.malloc_replay._replays": "itself, at 16 forecasts",
     "memwall.apply.blocks.numpy_random._last": "the next state that is asked for",
-    "memwall.apply.streaming.parameter_tier._usual_references": _FOREVER,
+    "memwall.apply.streaming.streamed_parameter.usual_references": _FOREVER,
     "memwall.machine.device_sharers._before": "note_sharers, when a run begins",
     "memwall.machine.device_sharers._library": _FOREVER,
     "memwall.machine.hardware._shipped": _FOREVER,

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from memwall.apply.streaming.guard import GuardedParameter
-from memwall.apply.streaming.parameter_tier import ParameterTier, StreamedParameter
+from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.apply.streaming.streamed_parameter import StreamedParameter
 from memwall.machine.meter import process_bytes, return_free_memory
 from memwall.machine.process_group import num_processes
 from memwall.patches import Patches

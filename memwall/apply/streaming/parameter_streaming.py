@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.streaming.parameter_tier import ParameterTier, StreamedParameter
+from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.apply.streaming.step import StreamedStep
 from memwall.apply.streaming.stream_units import Call, Unit, find_units, hooked_parameters, repeated_blocks, tensors_in
+from memwall.apply.streaming.streamed_parameter import StreamedParameter
 from memwall.errors import ApplyError, MemwallError
 from memwall.patches import Patches
 from memwall.store.scratch import Slot

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from memwall.apply.optimizer_state.partial_step import Part, step_some
-from memwall.apply.streaming.parameter_tier import ParameterTier, StreamedParameter
+from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.apply.streaming.streamed_parameter import StreamedParameter
 
 
 class StreamedStep:
