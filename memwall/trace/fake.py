@@ -26,8 +26,8 @@ from memwall.torch_internals.fake import (
     without_truncated_sampling,
 )
 from memwall.torch_internals.trees import tree_map
-from memwall.trace.fake_results import biases_in_place
-from memwall.trace.fake_values import KnownValues
+from memwall.trace.fakes.fake_results import biases_in_place
+from memwall.trace.fakes.fake_values import KnownValues
 from memwall.trace.op_work import OpWork
 from memwall.trace.optimizers import leaves_foreach_to_torch
 from memwall.trace.records import Trace

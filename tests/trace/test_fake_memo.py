@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memwall.torch_internals.fake import FakeTensorMode
 from memwall.torch_internals.trees import tensors_in
-from memwall.trace.fake_memo import ResultMemo
+from memwall.trace.fakes.fake_memo import ResultMemo
 
 _aten = torch.ops.aten
 

@@ -22,7 +22,7 @@ from memwall.predict.roofline import Roofline
 from memwall.torch_internals.modules import own_buffers, own_parameters
 from memwall.torch_internals.trees import tree_flatten, tree_map
 from memwall.trace.fake import MOST_MICRO_BATCHES, RecordedRun, fake_run
-from memwall.trace.fake_results import biases_in_place
+from memwall.trace.fakes.fake_results import biases_in_place
 from memwall.trace.records import Trace
 from memwall.trace.seeding import with_step_after_seeding
 from memwall.trace.spec import describe_error

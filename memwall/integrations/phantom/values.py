@@ -8,7 +8,7 @@ from torch import Tensor
 from memwall.torch_internals.dispatch import without_dispatch
 from memwall.torch_internals.fake import DynamicOutputShapeException
 from memwall.torch_internals.trees import tree_flatten
-from memwall.trace.fake_values import KnownValues
+from memwall.trace.fakes.fake_values import KnownValues
 
 _INDEX = torch.ops.aten.index.Tensor
 _MASKS = (torch.bool, torch.uint8)

@@ -1,4 +1,4 @@
-"""What cuDNN's recurrent layers and the fused cells return on CUDA, keep for backward and work in.
+"""Memory of recurrent layers and fused cells on CUDA: their results, what they keep for backward, what they work in.
 
 torch's fake version of the layer lacks the memory that forward keeps for backward, and its backward has none. How large
 that is, and what a call works in, only cuDNN knows: both are **assumed** here as on the phantom device

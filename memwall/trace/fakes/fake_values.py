@@ -25,8 +25,8 @@ from memwall.torch_internals.fake import (
 from memwall.torch_internals.operators import operator_named, schema_of, written_places
 from memwall.torch_internals.storages import identity_of
 from memwall.torch_internals.trees import tensors_in, tree_map
-from memwall.trace.fake_memo import ResultMemo
-from memwall.trace.fake_results import as_real, run_fake
+from memwall.trace.fakes.fake_memo import ResultMemo
+from memwall.trace.fakes.fake_results import as_real, run_fake
 from memwall.trace.source_lines import user_frame
 
 # Token masks and positions of one micro-batch are well below; attention masks beyond 1k x 1k only cost time.
