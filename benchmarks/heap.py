@@ -1,4 +1,4 @@
-"""What freed memory costs: torch on malloc and on the tensor heap; predicted and measured.
+"""Measures the cost of freed memory, by malloc and by the tensor heap, beside what is foreseen.
 
     python benchmarks/heap.py [--workload NAME ...] [--rounds N] [--steps N] [--output FILE]
 

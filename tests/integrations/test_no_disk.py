@@ -20,7 +20,7 @@ PLAIN = str(Path(__file__).parents[1] / "scripts" / "train_plain.py")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What is asked of each plan that is made."""
+    """Returns what is asked of each plan that is made."""
     found: list[bool] = []
 
     def noted(trace: Any, settings: Settings) -> Any:

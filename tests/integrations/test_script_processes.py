@@ -1,4 +1,4 @@
-"""What a script's processes run may be of any kind."""
+"""A process of a script may run anything that can be called."""
 
 import multiprocessing
 

@@ -186,7 +186,7 @@ def loss_configurations(warp_lanes: int) -> Iterator[Configuration]:
 
 
 def pack_configurations(warp_lanes: int) -> Iterator[Configuration]:
-    """Of packing and unpacking."""
+    """Returns those of packing and unpacking."""
     from memwall.triton_kernels._configs import pack_launch
 
     launch = pack_launch(warp_lanes)

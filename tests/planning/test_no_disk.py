@@ -1,4 +1,4 @@
-"""What plans write to the disk: nothing where none may, or where computing again costs little more."""
+"""Plans write nothing to the disk where none may, or where computing again costs little more."""
 
 from collections.abc import Callable
 
