@@ -103,6 +103,21 @@ def freezes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Makes a process group of this process alone, over gloo, which ends when what the test made is gone.
+
+    In a test's own frame the group would end before a DistributedDataParallel there. Its reducer then holds the group
+    last, and waits, with the interpreter locked, for a thread of gloo that needs the lock to give a tensor back: one
+    run in a hundred never ends (torch 2.13, no part of memwall's).
+    """
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """For small tensors, which gain nothing from a second thread and wait for it when the machine is busy."""
     import torch

@@ -1,27 +1,16 @@
 """DistributedDataParallel makes its buckets anew in the second forward; the old ones leave the process then."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memwall
 from memwall.apply.memory.allocator import AllocatorHandler
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A group of one process: buckets are the same."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 def test_free_memory_is_returned_once_when_buckets_were_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN a plan made before the second forward WHEN that makes new buckets THEN the old ones' memory is returned."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)))

@@ -3,12 +3,11 @@
 import copy
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -301,13 +300,6 @@ def test_copies_and_pickles_are_models_without_kernels() -> None:
         with torch.no_grad():
             other[0].weight.zero_()
         assert not torch.equal(other(x), own)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Headed(nn.Module):

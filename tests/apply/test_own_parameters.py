@@ -1,12 +1,12 @@
 """Blocks whose `parameters` is a method of their own: recomputed, watched, matched and divided by all they have."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from sharded_runs import network_for, ranked_plan
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from memwall.apply.block_technique import _own_weight
@@ -44,13 +44,6 @@ class GatedLearner(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(values)) * self.up_proj(values))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def test_it_is_recomputed(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from checkpoint_runs import NUM_STEPS, Interrupted, Script, failure_of, run
 from combinations import exhaustive
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.swa_utils import AveragedModel
@@ -313,17 +313,14 @@ def test_a_script_that_is_killed_goes_on_with_all_of_it(tmp_path: Path) -> None:
     assert json.loads(kept.read_text()) == json.loads(plain.read_text())
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_copy_that_is_divided_among_ranks_is_named() -> None:
     """GIVEN a moving average of DTensors, of which only a part is here THEN it is not committed, and said so."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        model = nn.Linear(2, 2)
-        average = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in model.state_dict().items()}
-        companions = Companions()
-        companions.look(model, (), ())
-        (named,) = companions.uncommitted
-        assert named.endswith(".average', whose tensors are divided among ranks")
-        assert len(average) == 2
-    finally:
-        distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Linear(2, 2)
+    average = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in model.state_dict().items()}
+    companions = Companions()
+    companions.look(model, (), ())
+    (named,) = companions.uncommitted
+    assert named.endswith(".average', whose tensors are divided among ranks")
+    assert len(average) == 2

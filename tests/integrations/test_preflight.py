@@ -1,7 +1,6 @@
 """What fails late or costs for nothing is seen before the first step: one test for each item."""
 
 import logging
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from typing import Any
 import plans
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,14 +21,6 @@ from memwall.session.session import Session
 pytestmark = pytest.mark.requires("transformers", "accelerate")
 
 
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    """A group of this process alone, over gloo."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def checkpointed(make_model: Any, *, use_reentrant: bool) -> Any:
     model = make_model()
     model.config.use_cache = False
@@ -38,7 +28,7 @@ def checkpointed(make_model: Any, *, use_reentrant: bool) -> Any:
     return model.train()
 
 
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("one_rank")
 def test_ddp_with_reentrant_checkpointing(make_model: Any, caplog: pytest.LogCaptureFixture) -> None:
     """GIVEN a wrapped model that checkpoints reentrantly THEN it is said what that may do, and what to set."""
     with caplog.at_level(logging.WARNING, "memwall"):
@@ -49,7 +39,7 @@ def test_ddp_with_reentrant_checkpointing(make_model: Any, caplog: pytest.LogCap
     assert "checkpoint with gradient_checkpointing_kwargs={'use_reentrant': False}" in caplog.text
 
 
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("one_rank")
 def test_find_unused_parameters_with_reentrant_checkpointing(make_model: Any) -> None:
     """GIVEN both WHEN it is refused THEN torch would have failed in the first backward indeed."""
     model = DistributedDataParallel(checkpointed(make_model, use_reentrant=True), find_unused_parameters=True)
@@ -61,7 +51,7 @@ def test_find_unused_parameters_with_reentrant_checkpointing(make_model: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("one_rank")
 def test_find_unused_parameters_with_a_plan_that_recomputes(make_model: Any) -> None:
     """GIVEN a parameter that is unused WHEN memwall recomputes blocks under DDP THEN that is no obstacle."""
     model = make_model()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import memwall
@@ -43,14 +43,11 @@ def test_such_a_model_is_refused(make: Callable[[], nn.Module], message: str) ->
         memwall.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="1GiB")
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_fsdp1_is_refused_for_fsdp2() -> None:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
-        with pytest.raises(UsageError, match=r"\(FSDP1\).* wrap it with torch.distributed.fsdp.fully_shard"):
-            memwall.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="1GiB")
-    finally:
-        distributed.destroy_process_group()
+    model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    with pytest.raises(UsageError, match=r"\(FSDP1\).* wrap it with torch.distributed.fsdp.fully_shard"):
+        memwall.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="1GiB")
 
 
 def test_an_optimizer_of_deepspeeds_is_refused_by_its_name() -> None:

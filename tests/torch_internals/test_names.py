@@ -1,12 +1,11 @@
 """torch's private names: each is there and does what memwall needs."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader
 
@@ -300,20 +299,17 @@ def test_running_norms_and_compiled_modules_are_told() -> None:
     assert len(list(compiler.inside_compiled(nn.Sequential(wrapper, nn.Linear(1, 1))))) == 2  # type: ignore[arg-type]
 
 
-def test_distributed_data_parallel_says_when_it_has_made_its_buckets_anew(tmp_path: Path) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
-        waits, buckets = [], []
-        for _ in range(3):
-            parallel(torch.ones(2, 4)).sum().backward()
-            waits.append(modules.waits_for_new_buckets(parallel))
-            buckets.append(reducer.buckets_of(parallel))
-        reducer.make_buckets(parallel, [[each] for each in parallel.parameters()])
-        for _ in range(3):
-            parallel(torch.ones(2, 4)).sum().backward()
-    finally:
-        distributed.destroy_process_group()
+@pytest.mark.usefixtures("one_rank")
+def test_distributed_data_parallel_says_when_it_has_made_its_buckets_anew() -> None:
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    waits, buckets = [], []
+    for _ in range(3):
+        parallel(torch.ones(2, 4)).sum().backward()
+        waits.append(modules.waits_for_new_buckets(parallel))
+        buckets.append(reducer.buckets_of(parallel))
+    reducer.make_buckets(parallel, [[each] for each in parallel.parameters()])
+    for _ in range(3):
+        parallel(torch.ones(2, 4)).sum().backward()
     weight, bias = parallel.parameters()
     assert waits == [True, False, False]
     assert buckets[0] == []
@@ -322,20 +318,17 @@ def test_distributed_data_parallel_says_when_it_has_made_its_buckets_anew(tmp_pa
     assert not modules.waits_for_new_buckets(nn.Linear(1, 1))
 
 
-def test_a_reducer_with_a_communication_hook_is_kept_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_a_reducer_with_a_communication_hook_is_kept_as_it_is() -> None:
     """GIVEN gradients that a hook of the script compresses WHEN buckets are to be made THEN none is lost with them."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
-        parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        for _ in range(3):
-            parallel(torch.ones(2, 4)).sum().backward()
-        before = parallel.reducer
-        assert reducer.buckets_of(parallel) == []
-        assert not reducer.make_buckets(parallel, [[*parallel.parameters()]])
-        assert parallel.reducer is before
-    finally:
-        distributed.destroy_process_group()
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    for _ in range(3):
+        parallel(torch.ones(2, 4)).sum().backward()
+    before = parallel.reducer
+    assert reducer.buckets_of(parallel) == []
+    assert not reducer.make_buckets(parallel, [[*parallel.parameters()]])
+    assert parallel.reducer is before
 
 
 def test_nested_values_are_walked_through() -> None:

@@ -1,7 +1,5 @@
 """A model that fully_shard divides is recorded as the same model whole: its blocks, its bytes, what autograd saves."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from block_models import WIDTH, Model
@@ -15,13 +13,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not distributed.is_gloo_available(), reason="this torch has no gloo"),
 ]
-
-
-@pytest.fixture
-def _process_group() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def recorded(model: nn.Module) -> Trace:
@@ -46,7 +37,7 @@ def saved_bytes(trace: Trace) -> list[int]:
     return sorted(saved.nbytes for saved in step.saved if step.storages[saved.storage].category != "parameter")
 
 
-@pytest.mark.usefixtures("_process_group")
+@pytest.mark.usefixtures("one_rank")
 def test_a_divided_model_is_recorded_as_the_whole_one() -> None:
     """GIVEN units whose hooks gather and free parameters THEN none of that is an operation of a block
     AND gathered parameters are no saved tensors, and die when their unit frees them.

@@ -119,11 +119,8 @@ def test_each_call_is_told_apart_and_taken_back(monkeypatch: pytest.MonkeyPatch)
     assert receiving(store, [0, 1]) == {}
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_tensor_parallelism_is_refused() -> None:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model = parallelize_module(nn.Linear(2, 2), init_device_mesh("cpu", (1,)), ColwiseParallel())
-        with pytest.raises(UsageError, match=r"DTensors that fully_shard did not make.*\(tensor parallelism\)"):
-            memwall.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="1GiB")
-    finally:
-        distributed.destroy_process_group()
+    model = parallelize_module(nn.Linear(2, 2), init_device_mesh("cpu", (1,)), ColwiseParallel())
+    with pytest.raises(UsageError, match=r"DTensors that fully_shard did not make.*\(tensor parallelism\)"):
+        memwall.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="1GiB")
