@@ -35,7 +35,7 @@ TORCH_INDEX ?=
 
 BIN := .venv/bin
 # Two processes of one thread each, which take whole files in the order of tests/conftest.py: it is made for two cores.
-ON_TWO_CORES = --numprocesses 2 --dist loadfile --no-loadscope-reorder
+ON_TWO_CORES = --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ON_TWO_CORES)
 STAMP := .venv/.installed
 # Beside the other packages, not among them: torch imports triton wherever it finds one, and `make test` stays without.
