@@ -54,23 +54,26 @@ class MicroBatches:
         Args:
             total_of: by how many loss terms those of a part are divided, from the number of terms in the batch.
         """
-        counter = count or (lambda part: count_terms(part, is_shifted=self.shifts_labels))
         size = num_samples(batch)
         part = self.micro_batch or size
-        total = total_of(counter(batch))
+        total = total_of(self.num_terms(batch, count))
         if total == 0:
             raise ApplyError("the batch has no loss term (all labels are ignored); skip this batch")
         begins = range(0, size, part)
         try:
             for number, begin in enumerate(begins):
                 micro = batch if part >= size else take(batch, begin, min(begin + part, size), size)
-                self._weight = counter(micro) / total
+                self._weight = self.num_terms(micro, count) / total
                 self.num_left = len(begins) - number - 1
                 self._divided = _kinds_in(batch) - _kinds_in(micro)
                 with self._without_reduction() if self.num_left else nullcontext():
                     yield micro
         finally:
             self._weight, self.num_left, self._divided = None, 0, set()
+
+    def num_terms(self, batch: Any, count: Callable[[Any], int] | None) -> int:
+        """Returns the number of loss terms in a batch, or a part of it, by the loop's own count where it has one."""
+        return count_terms(batch, is_shifted=self.shifts_labels) if count is None else count(batch)
 
     def is_undivided(self, tensor: Tensor) -> bool:
         """Returns whether it looks like a tensor of the batch that is divided, and like none of the present part."""

@@ -40,6 +40,8 @@ class Recovery:
         self._ended_bytes = 0
         """Says what was held at most when the last step under the plan had ended."""
         self._can_plan_again = True
+        self._is_agreed = False
+        """Whether ranks have agreed already on the plan of the step that begins next."""
         self._shortage: Exhaustion | None = None
         """Says what the optimizer's step lacked, in the last step."""
 
@@ -72,6 +74,16 @@ class Recovery:
         """Forgets what the last step took too much: the plan that it ran under is no more."""
         self._excess_bytes = 0
 
+    def plan_ahead(self) -> None:
+        """Plans anew as `plan_again` does, which has nothing left to do then: before a loop's own code runs.
+
+        Raises:
+            RankError: another rank has ended its run.
+        """
+        self._is_agreed = False
+        self.plan_again()
+        self._is_agreed = True
+
     def plan_again(self) -> None:
         """Plans anew before the next step, if the last one used more than foreseen.
 
@@ -81,6 +93,9 @@ class Recovery:
         Raises:
             RankError: another rank has ended its run.
         """
+        is_agreed, self._is_agreed = self._is_agreed, False
+        if is_agreed:
+            return
         excess, self._excess_bytes = self._excess_bytes, 0
         shortage, self._shortage = self._shortage, None
         if shortage is not None and self._live.ranks is None and self._live.trace is not None:
@@ -116,13 +131,19 @@ class Recovery:
         """Returns what a failure to get memory says; None of any other failure."""
         return exhaustion_of(error, self._borders.phase, self._measured.meter)
 
-    def why_final(self, state: StepState | None) -> str | None:
+    @property
+    def plan_hash(self) -> str:
+        """Returns the hash of the plan in effect; empty where there is none."""
+        return "" if self._live.plan is None else self._live.plan.plan_hash
+
+    def why_final(self, state: StepState | None, *, is_joint: bool = False) -> str | None:
         """Returns why a step that ran out of memory cannot be done again; None if it can.
 
         Args:
             state: what the step began with, where that is known.
+            is_joint: whether other ranks do it again with this one.
         """
-        if num_processes() > 1:
+        if num_processes() > 1 and not is_joint:
             return (
                 f"this is one of {num_processes()} processes, and the others wait for its part of this "
                 "step: it ends, so that they do not wait for ever"
@@ -135,19 +156,24 @@ class Recovery:
             return f"this run was recovered {MAX_ATTEMPTS} times before"
         return None if state is None else state.why_not()
 
-    def plan_for_less(self, found: Exhaustion) -> bool:
+    def plan_for_less(self, found: Exhaustion, where: str = "") -> bool:
         """Changes to a plan under which the step would not have failed like that; False if none needs less.
 
         What was needed beyond the forecast is charged to the process. What the process held is all that it can have:
         where that is below the budget, the budget was not there.
+
+        Args:
+            where: names the rank, where several do the step again.
         """
         revision = self._change_to_less(found)
         if revision is None:
             return False
         self._measured.count_recovery()
+        self._is_agreed = self._live.ranks is not None
         _log.warning(
-            "out of memory in the %s of step %d: %s asked for, %s held; the step is done again; attempt %d of %d, "
+            "out of memory%s in the %s of step %d: %s asked for, %s held; the step is done again; attempt %d of %d, "
             "under a plan for %s",
+            where,
             found.phase,
             self._measured.num_steps + 1,
             format_bytes(found.asked_bytes),

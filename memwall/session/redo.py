@@ -1,12 +1,14 @@
 """Does a training step that ran out of memory again, from what it began with, under a plan that needs less."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from memwall.apply.memory.exhaustion import Exhaustion, forget_frames
 from memwall.checkpoint.training_state import random_states, restore_random_states
+from memwall.errors import RankError
+from memwall.session.ranks.joint_parts import FailedStepError, JointParts, PartBegin, Told
 from memwall.session.recovery import Recovery
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_state import StepState
@@ -15,14 +17,21 @@ from memwall.torch_internals.autograd import version_of
 _T = TypeVar("_T")
 
 
+class _Part(NamedTuple):
+    """Holds a part of the present step, as it began: loops draw random numbers between parts."""
+
+    random: dict[str, Any]
+    run: Callable[[], Any]
+    standing: PartBegin | None
+
+
 class Redo:
     """Runs the parts of steps that a loop hands over."""
 
     def __init__(self, recovery: Recovery, borders: StepBorders) -> None:
         self._recovery, self._borders = recovery, borders
         self._state: StepState | None = None
-        self._parts: list[tuple[dict[str, Any], Callable[[], Any]]] = []
-        """The parts of the present step, each with the random states that it begins with: loops draw between them."""
+        self._parts: list[_Part] = []
         self._gradients_after: list[tuple[int, int]] = []
 
     @property
@@ -30,32 +39,39 @@ class Redo:
         """Tells whether the loop hands over the parts of its steps."""
         return self._state is not None
 
-    def run(self, part: Callable[[], _T]) -> _T:
+    def run(self, part: Callable[[], _T], joint: JointParts | None = None) -> _T:
         """Runs a part of a step: forward and backward of one micro-batch, or of several.
+
+        Args:
+            joint: what runs it where other ranks do the step again with this one; None where they do not.
 
         Raises:
             OutOfMemoryError: memory ran out, and the step cannot be done again.
+            RankError: memory ran out on another rank, and the step cannot be done again.
         """
-        state = self._begin(part)
+        state = self._begin(part, joint)
         parts = self._parts[-1:]
         while True:
             try:
-                for random, each in parts:
-                    restore_random_states(random)
-                    result = each()
+                for each in parts:
+                    restore_random_states(each.random)
+                    result = self._run(each, joint, state)
                 self._gradients_after = self._gradients_now()
                 return cast(_T, result)
+            except FailedStepError as error:
+                found, where, failure = error.found, error.where, cast(Exception, error)
             except Exception as error:
-                found = self._recovery.exhaustion_of(error)
-                if found is None:
+                known = None if joint is not None else self._recovery.exhaustion_of(error)
+                if known is None:
                     raise
                 reason = self._recovery.why_final(state)
                 if reason:
-                    raise self._recovery.error(found, reason) from error
-                failure = error
+                    raise self._recovery.error(known, reason) from error
+                found, where, failure = known, "", error
             # Only here the frames of the failed step are gone, and with them its tensors.
+            has_failed_here = joint is None or failure.__cause__ is not None
             forget_frames(failure)
-            self._go_back(found, state, failure)
+            self._go_back(found, where, state, failure, has_failed_here=has_failed_here)
             parts = list(self._parts)
 
     def end_step(self) -> None:
@@ -67,7 +83,36 @@ class Redo:
         if self._state is not None:
             self._state.drop_constants()
 
-    def _begin(self, part: Callable[[], Any]) -> StepState:
+    def _run(self, part: _Part, joint: JointParts | None, state: StepState) -> Any:
+        if joint is None or part.standing is None:
+            return part.run()
+
+        def tell(error: Exception | None) -> tuple[Told, Exception | None]:
+            return self._told(error, state)
+
+        return joint.run(part.run, part.standing, tell)
+
+    def _told(self, error: Exception | None, state: StepState) -> tuple[Told, Exception | None]:
+        """Says what a failure here, or on another rank, means for the step, and what ends the run here for it."""
+        plan_hash = self._recovery.plan_hash
+        found = None if error is None else self._recovery.exhaustion_of(error)
+        if error is not None and found is None:
+            return Told(plan_hash=plan_hash, has_failed=True, ends=str(error) or type(error).__name__), error
+        reason = self._recovery.why_final(state, is_joint=True) or ""
+        if found is None:
+            return Told(plan_hash=plan_hash, has_failed=False, ends=reason), None
+        ends = self._recovery.error(found, reason) if reason else None
+        told = Told(
+            plan_hash=plan_hash,
+            has_failed=True,
+            phase=found.phase,
+            asked_bytes=found.asked_bytes,
+            held_bytes=found.held_bytes,
+            ends=str(ends or ""),
+        )
+        return told, ends
+
+    def _begin(self, part: Callable[[], Any], joint: JointParts | None) -> StepState:
         self._borders.begin_part()
         if self._state is None:
             self._state = StepState(self._borders.attached_model)
@@ -75,17 +120,23 @@ class Redo:
         if not self._parts or self._gradients_now() != self._gradients_after:
             self._parts = []
             self._state.take()
-        self._parts.append((random_states(), part))
+        self._parts.append(_Part(random_states(), part, None if joint is None else joint.standing()))
         return self._state
 
     def _gradients_now(self) -> list[tuple[int, int]]:
         gradients = (p.grad for p in self._borders.attached_model.parameters())
         return [(0, 0) if g is None else (id(g), version_of(g)) for g in gradients]
 
-    def _go_back(self, found: Exhaustion, state: StepState, failure: Exception) -> None:
+    def _go_back(
+        self, found: Exhaustion, where: str, state: StepState, failure: Exception, *, has_failed_here: bool
+    ) -> None:
         if any(p.device.type == "cuda" for p in self._borders.attached_model.parameters()):
             torch.cuda.empty_cache()
         state.restore()
         self._borders.drop_step()
-        if not self._recovery.plan_for_less(found):
-            raise self._recovery.error(found, "no plan needs less than that", has_next=False) from failure
+        if self._recovery.plan_for_less(found, where):
+            return
+        reason = "no plan needs less than that"
+        if not has_failed_here:
+            raise RankError(f"memory ran out{where}, and no rank can train on alone: {reason}")
+        raise self._recovery.error(found, reason, has_next=False) from failure

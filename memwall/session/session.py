@@ -298,12 +298,8 @@ class Session:
         self._steps.batch_begins()
         self._parts_proof.not_asked(self._live.in_effect.applied)
         self._note_unproven()
-        yield from self._split(batch, count, over_ranks=over_ranks)
-
-    def _split(self, batch: Any, count: Callable[[Any], int] | None, *, over_ranks: bool) -> Iterator[Any]:
-        """Yields the micro-batches of a batch, whose step has begun."""
         total_of = self._live.terms_per_rank if over_ranks else float
-        return self._live.in_effect.micro.split(batch, count, total_of=total_of)
+        yield from self._live.in_effect.micro.split(batch, count, total_of=total_of)
 
     def backward(self, loss: Tensor) -> None:
         """Runs `loss.backward()`, weighted by the present micro-batch's share of the batch."""
@@ -320,7 +316,8 @@ class Session:
         """Runs forward and backward of a batch, in micro-batches where the plan has them; returns the batch's loss.
 
         Where memory runs out, the whole step is done again from the state it began with, under a plan that follows from
-        the failure: at most three times in a run.
+        the failure: at most three times in a run. Ranks in DistributedDataParallel do it again together, and therefore
+        average gradients when backward has ended, not while it runs.
 
         Example::
 
@@ -336,12 +333,18 @@ class Session:
         Raises:
             OutOfMemoryError: memory ran out, and the step cannot be done again.
         """
+        self._live.in_effect.take_batches(self.plan, is_begun=self.state != "waiting")
+        total_of: Callable[[int], float] = float
+        if over_ranks:  # here, where none of the ranks has failed in its part
+            total = self._live.terms_per_rank(self._live.in_effect.micro.num_terms(batch, count))
+
+            def total_of(_: int) -> float:
+                return total
 
         def part() -> Tensor:
-            self._live.in_effect.take_batches(self.plan, is_begun=self.state != "waiting")
             self._steps.batch_begins()
             self._prove_parts(batch, loss_of, count)
-            parts = self._split(batch, count, over_ranks=over_ranks)
+            parts = self._live.in_effect.micro.split(batch, count, total_of=total_of)
             return sum((self._live.in_effect.micro.backward(loss_of(micro)) for micro in parts), start=torch.zeros(()))
 
         return self.redoable(part)

@@ -13,6 +13,7 @@ from memwall.session.live_plan import LivePlan
 from memwall.session.loop.changes import LoopChanges
 from memwall.session.loop.turns import FirstTurns
 from memwall.session.measurements import Measurements
+from memwall.session.ranks.joint_parts import JointParts
 from memwall.session.ranks.shared_plan import tell_of_failure
 from memwall.session.recovery import Recovery
 from memwall.session.redo import Redo
@@ -77,6 +78,8 @@ class Steps:
         """Whether free memory was returned since the last step ended."""
         self._saved_after = self._num_saved_in_turn = 0
         """Step after which a state dict was asked for last, and after how many steps in a row."""
+        self._joint: JointParts | None = None
+        self._is_joint_known = False
         self._has_told = False
         """Whether other ranks know that this one has failed."""
 
@@ -89,12 +92,41 @@ class Steps:
 
         Raises:
             OutOfMemoryError: memory ran out, and the step cannot be done again.
+            RankError: it did on another rank.
         """
         try:
-            return self._redo.run(part)
+            return self._redo.run(part, self._met_for_part())
         except MemwallError as error:
             self.failure = self.failure or error.without_frames()
             raise
+
+    def _met_for_part(self) -> JointParts | None:
+        """Has ranks agree on the plan of a step that begins, before its loop's code, which may fail on one of them.
+
+        Returns:
+            What runs parts of steps so that ranks do them again together; None where this process trains alone, or they
+            do not.
+        """
+        if self.live.ranks is None:
+            return None
+        if not self.borders.in_step:
+            self._note_engine_failure()
+            if self.failure is not None:
+                self._tell_others()
+                raise self.failure.without_frames()
+            self.batch_begins()
+        if self.state != "running" or self.live.trace is None:
+            return None
+        if not self._is_joint_known:
+            self._is_joint_known = True
+            self._joint = JointParts.of(self.live.ranks, self.borders.attached_model, self.live.trace)
+        if self._joint is not None and not self.borders.in_step:
+            num_changes = self.live.in_effect.num_changes
+            self.recovery.plan_ahead()
+            if self.live.in_effect.num_changes != num_changes:
+                self._clock.forget()
+                self._room.restart()
+        return self._joint
 
     def end(self, *, completed: bool) -> None:
         """Ends what is measured; of a run that has ended well a first step that was alone is planned."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +15,17 @@ _FOR = "going on with DistributedDataParallel to the same bits"
 _names = [
     find(f"torch.nn.parallel.DistributedDataParallel.{name}", _FOR)
     for name in ("_get_ddp_logging_data", "_build_params_for_reducer", "_build_debug_param_to_name_mapping")
+]
+_FOR_JOINT = "doing a step of several ranks again after memory ran out on one of them"
+_names_of_joint = [
+    find(f"torch.{name}", _FOR_JOINT)
+    for name in (
+        "distributed.Reducer._rebuild_buckets",
+        "distributed.Reducer.prepare_for_forward",
+        "distributed.Reducer.prepare_for_backward",
+        "nn.parallel.DistributedDataParallel.will_sync_module_buffers",
+        "nn.parallel.DistributedDataParallel._sync_buffers",
+    )
 ]
 _assign = find("torch.distributed._compute_bucket_assignment_by_size", _FOR)
 _initialize = find("torch.nn.parallel.DistributedDataParallel._ddp_init_helper", _FOR)
@@ -64,3 +76,45 @@ def make_buckets(parallel: DistributedDataParallel, buckets: Sequence[Sequence[n
         patches.replace(distributed, "_compute_bucket_assignment_by_size", as_given)
         parallel._ddp_init_helper(parameters, are_sparse, names, parallel.static_graph)
     return True
+
+
+def is_reducible(parallel: DistributedDataParallel) -> bool:
+    """Returns whether gradients that a backward has left without a reduction can be averaged as those of any step.
+
+    Not where the reducer must see the backward itself, to find what it does not use, or where its buckets would stand
+    beside gradients that otherwise lie in them. Nor where a hook of a parameter would see them twice.
+    """
+    if None in _names + _names_of_joint or parallel.static_graph or parallel.find_unused_parameters:
+        return False
+    if parallel.gradient_as_bucket_view or parallel.mixed_precision is not None or hasattr(parallel, "buffer_hook"):
+        return False
+    parameters, are_sparse = parallel._build_params_for_reducer()
+    has_hook = any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
+    return not (any(are_sparse) or has_hook)
+
+
+def meet_before_forward(parallel: DistributedDataParallel) -> None:
+    """Does what the next forward would do together with other ranks: it makes buckets anew, and buffers equal.
+
+    Source: torch/nn/parallel/distributed.py, `_pre_forward` (2.13).
+    """
+    if parallel.reducer._rebuild_buckets():
+        parallel._has_rebuilt_buckets = True
+    if parallel.will_sync_module_buffers():
+        parallel._sync_buffers()
+        parallel.require_forward_param_sync = False
+
+
+def reduce_gradients(parallel: DistributedDataParallel) -> None:
+    """Averages over ranks, in the reducer's own buckets, the gradients that backward has left without a reduction.
+
+    The reducer takes gradients as it does at the end of accumulation: by a backward, here of zeros without memory of
+    their own. Negative ones, which added to a number leave each of its bits.
+    Source: torch/nn/parallel/distributed.py, `_pre_forward`, `_post_forward` (2.13).
+    """
+    with_gradient = [p for p in parallel.module.parameters() if p.requires_grad and p.grad is not None]
+    zeros = [torch.full((), -0.0, dtype=p.dtype, device=p.device).expand_as(p) for p in with_gradient]
+    parallel.reducer.prepare_for_forward()
+    parallel.reducer.prepare_for_backward([])
+    torch.autograd.backward(with_gradient, zeros)
+    parallel.require_forward_param_sync = True

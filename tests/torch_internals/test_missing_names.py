@@ -158,6 +158,14 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
             "torch.nn.parallel.DistributedDataParallel._ddp_init_helper",
             "torch.distributed._compute_bucket_assignment_by_size",
         )
+    }
+    | {
+        f"torch.{path}": (lambda door: door.is_reducible(SimpleNamespace(static_graph=False)), False)
+        for path in (
+            *(f"distributed.Reducer.{name}" for name in ("prepare_for_forward", "prepare_for_backward")),
+            *("distributed.Reducer._rebuild_buckets", "nn.parallel.DistributedDataParallel._sync_buffers"),
+            "nn.parallel.DistributedDataParallel.will_sync_module_buffers",
+        )
     },
     sharding: {
         "torch.distributed.tensor.DTensor._local_tensor": (lambda door: door.shard_of(leaf()), RAISES),

@@ -319,6 +319,32 @@ def test_distributed_data_parallel_says_when_it_has_made_its_buckets_anew() -> N
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_gradients_are_reduced_after_a_backward_without_that() -> None:
+    """GIVEN a gradient of negative zero WHEN the reducer takes it later THEN it keeps its sign."""
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    (weight,) = parallel.parameters()
+    for value in (-0.0, 3.0, -0.0):
+        reducer.meet_before_forward(parallel)
+        with parallel.no_sync():
+            parallel(torch.ones(1, 2)).sum().backward()
+        assert weight.grad is not None
+        weight.grad.fill_(value)
+        reducer.reduce_gradients(parallel)
+        assert weight.grad.tolist() == [[value, value]]
+        assert bool(weight.grad.signbit().all()) == (value < 1)
+        weight.grad = None
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view", ""])
+def test_gradients_are_not_reduced_later_where_that_would_be_something_else(option: str) -> None:
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(2, 1), **({option: True} if option else {}))
+    assert reducer.is_reducible(parallel) == (not option)
+    parallel.module.bias.register_post_accumulate_grad_hook(lambda _: None)
+    assert not reducer.is_reducible(parallel)
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_reducer_with_a_communication_hook_is_kept_as_it_is() -> None:
     """GIVEN gradients that a hook of the script compresses WHEN buckets are to be made THEN none is lost with them."""
     parallel = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))

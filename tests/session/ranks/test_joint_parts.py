@@ -1,0 +1,152 @@
+"""Memory that runs out on one of two ranks: both do that step again, to the bits of a run in which none failed."""
+
+from typing import Any
+
+import pytest
+from rank_runs import found_by_ranks
+
+pytestmark = pytest.mark.slow(seconds=20)
+
+SCRIPT = """
+import hashlib, tempfile
+import memwall
+from memwall.errors import ApplyError, MemwallError
+from torch.nn.parallel import DistributedDataParallel
+
+class Block(nn.Module):
+    "Random numbers, statistics that a forward changes, and more activations than weights."
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 64))
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, values):
+        return values + self.norm(self.inner(values))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.head = nn.Linear(64, 1)
+        self.place, self.num_left, self.asked = "", 0, "4.00 MiB"
+
+    def passes(self, place):
+        "Fails where the step holds nearly what it holds at most, which is what plans after it may need."
+        if place == self.place and self.num_left:
+            self.num_left -= 1
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {self.asked}. GPU 0 has no more")
+
+    def forward(self, values):
+        for number, block in enumerate(self.blocks):
+            if number == 4 and values.requires_grad:
+                values.register_hook(lambda _: self.passes("backward"))
+            values = block(values)
+        self.passes("forward")
+        return self.head(values)
+
+def digest(model):
+    found = hashlib.sha256()
+    for tensor in (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())):
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+def trained(place="", who=(), times=1, num_parts=1, asked="4.00 MiB", at=2, bare=False, over_ranks=False,
+            accumulates=False, **options):
+    "What three steps come to, by how many recoveries; the ranks in `who` run out of memory in the second one."
+    torch.manual_seed(0)
+    inner = Model()
+    inner.asked = asked
+    model = DistributedDataParallel(inner, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(10 + rank)
+    session = None
+    if not bare:
+        session = memwall.fit(inner, optimizer, budget="1TiB", disk=tempfile.mkdtemp())
+    message = ""
+    try:
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            for part in range(num_parts):
+                batch = torch.randn(512, 64)
+                if step == at and rank in who and part == num_parts - 1:
+                    inner.place, inner.num_left = place, times
+                def loss_of(rows):
+                    if inner.place == "a mistake":
+                        raise ApplyError("this is no lack of memory")
+                    held = torch.ones(512, 16, 1024) if inner.place == "before the model" and inner.num_left else None
+                    inner.passes("before the model")
+                    return model(rows).square().mean()
+                waits = accumulates and part < num_parts - 1
+                model.require_backward_grad_sync = not waits
+                if session is None:
+                    loss_of(batch).backward()
+                else:
+                    session.compute_gradients(batch, loss_of, over_ranks=over_ranks)
+            optimizer.step()
+    except MemwallError as error:
+        message = f"{type(error).__name__}: {error}"
+    if session is not None:
+        session.close(completed=not message)
+    return ["" if message else digest(model), 0 if session is None else session.measured.oom_recoveries, message]
+
+plain = {"1": trained(bare=True), "2": trained(bare=True, num_parts=2),
+         "no_sync": trained(bare=True, num_parts=2, accumulates=True)}
+undisturbed = trained()
+again = {
+    f"{place}, {who}": trained(place, who)
+    for place in ("before the model", "forward", "backward") for who in ((1,), (0, 1))
+}
+again["repeated"] = trained("forward", (1,), times=2, asked="64.00 KiB")
+again["over all ranks"] = trained("forward", (0,), over_ranks=True)
+parts = {"2": trained("backward", (1,), num_parts=2),
+         "no_sync": trained("backward", (0,), num_parts=2, accumulates=True)}
+ends = {"another error": trained("a mistake", (1,)), "no plan": trained("forward", (1,), asked="900.00 GiB")}
+memwall.session.recovery.MAX_ATTEMPTS = 1
+ends["too often"] = trained("backward", (1,), times=9, asked="64.00 KiB")
+found(plain=plain, undisturbed=undisturbed, again=again, parts=parts, ends=ends)
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return found_by_ranks(2, SCRIPT, tmp_path_factory.mktemp("ranks"))
+
+
+def test_a_step_is_done_again_to_the_same_bits(found: list[dict[str, Any]]) -> None:
+    """GIVEN dropout, batch statistics and buckets WHEN one rank fails, or both THEN no bit differs from plain torch."""
+    for rank in found:
+        expected = rank["plain"]["1"][0]
+        assert rank["undisturbed"] == [expected, 0, ""]
+        recovered = {case: values[1] for case, values in rank["again"].items()}
+        assert recovered == {case: 2 if case == "repeated" else 1 for case in recovered}
+        assert {case: values[0] == expected for case, values in rank["again"].items()} == dict.fromkeys(recovered, True)
+
+
+def test_parts_of_a_step_are_done_again_with_it(found: list[dict[str, Any]]) -> None:
+    """GIVEN a loop that accumulates, with a reduction each time or once WHEN its second part fails THEN the same."""
+    for rank in found:
+        assert rank["parts"] == {kind: [rank["plain"][kind][0], 1, ""] for kind in ("2", "no_sync")}
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [("too often", "this run was recovered 1 times before"), ("no plan", "no plan needs less than that")],
+)
+def test_all_end_where_it_cannot_be_done_again(found: list[dict[str, Any]], case: str, reason: str) -> None:
+    """GIVEN a step that fails again and again, or whatever the plan THEN both ranks end, each with what is so."""
+    (_, num_others, other), (_, num_own, own) = (rank["ends"][case] for rank in found)
+    assert num_others == num_own == (case == "too often")
+    assert own.startswith("OutOfMemoryError: out of memory in the ")
+    assert reason in own
+    assert other.startswith("RankError: ")
+    assert reason in other
+    assert "rank 1 of 2" in other
+
+
+def test_another_failure_ends_all(found: list[dict[str, Any]]) -> None:
+    """GIVEN a mistake in what one rank does WHEN it raises THEN the other one says so, and does not wait."""
+    other, own = (rank["ends"]["another error"][2] for rank in found)
+    assert own == "ApplyError: this is no lack of memory"
+    assert other.startswith(
+        "RankError: rank 1 of 2 ended its run in this step, and no rank can train on alone: this is"
+    )
