@@ -1,9 +1,16 @@
 """Foresees what an evaluation holds from a recorded training step: its forward, without what backward would need."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from memwall.predict.curve import live_peak_bytes
-from memwall.trace.records import Storage, Trace
+from memwall.trace.records import Step, Storage, Trace
+from memwall.trace.recurrent import LAYER
+
+# Of what oneDNN's recurrent layer keeps for backward, an inference has states, but no gates. It allocates up to about
+# twice this, and writes to half of it.
+_RECURRENT_SHARE = 3 / 16
 
 
 def evaluation_bytes(trace: Trace, *, batch: int) -> int:
@@ -18,10 +25,24 @@ def evaluation_bytes(trace: Trace, *, batch: int) -> int:
     step = trace.steps[0]
     end = next((operation for name, operation in step.marks if name == "backward"), len(step.ops))
     scale = max(1.0, batch / trace.micro_batch) if trace.micro_batch else 1.0
+    step = _without_gates(step, trace.names)
     storages = tuple(_evaluated(storage, scale, end, len(step.ops)) for storage in step.storages)
     forward = msgspec.structs.replace(step, ops=step.ops[:end], storages=storages)
-    # What operators need for themselves grows with the batch as well, for all that is known.
-    return trace.base_bytes + int(trace.workspace_bytes * scale) + live_peak_bytes(forward, trace.device)
+    # The workspace is what the process has beside tensors, Python's objects say: it does not grow with the batch.
+    return trace.base_bytes + trace.workspace_bytes + live_peak_bytes(forward, trace.device)
+
+
+def _without_gates(step: Step, names: Sequence[str]) -> Step:
+    """Returns the step with oneDNN's recurrent layers as in an inference, of which all results grow with the batch."""
+    storages = list(step.storages)
+    for op in step.ops:
+        if names[op.name] == str(LAYER) and storages[op.outputs[-1]].dtype == "uint8":
+            workspace = storages[op.outputs[-1]]
+            for index in op.outputs:
+                storages[index] = msgspec.structs.replace(storages[index], batched=workspace.batched)
+            nbytes = int(workspace.nbytes * _RECURRENT_SHARE)
+            storages[op.outputs[-1]] = msgspec.structs.replace(workspace, nbytes=nbytes)
+    return msgspec.structs.replace(step, storages=tuple(storages))
 
 
 def _evaluated(storage: Storage, scale: float, end: int, num_ops: int) -> Storage:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import msgspec
 from msgspec import Struct
 
 
@@ -19,6 +20,14 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     """Samples that the script is going to evaluate at once, which is in `needed_bytes`; 0 where that is not known."""
     evaluation_bytes: int = 0
     """Bytes that the process is foreseen to hold then."""
+
+    def grown_by(self, num_bytes: int) -> "FirstStep":
+        """Returns what is needed where the process holds so many bytes more by the time that it evaluates."""
+        if not self.evaluation_bytes:
+            return self
+        foreseen_bytes = self.evaluation_bytes + num_bytes
+        needed_bytes = max(self.needed_bytes, foreseen_bytes)
+        return msgspec.structs.replace(self, needed_bytes=needed_bytes, evaluation_bytes=foreseen_bytes)
 
     def least_budget_bytes(self, smallest_bytes: int, *, asked_bytes: int, budget_for: Callable[[int], int]) -> int:
         """The smallest budget that a run can keep to, from its first step on.

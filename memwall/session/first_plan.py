@@ -132,6 +132,9 @@ def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tu
     allocator.trim()
     grown_bytes = process_bytes() - before_bytes if trace.device == "cpu" else 0
     first = settings.first_step
+    if first is not None:
+        first = first.grown_by(max(0, grown_bytes))
+        settings = msgspec.structs.replace(settings, first_step=first)
     # What a data loader is going to evaluate no plan makes smaller.
     is_too_small = first is not None and first.evaluation_bytes > settings.budget_bytes
     if plan is None or is_too_small:

@@ -174,7 +174,7 @@ class LivePlan:
         """
         assert self.recorded is not None
         self.trace, first = self.recorded.finish(self._borders.optimizers)
-        first = with_evaluation(first, self.trace, self.settings.budget_bytes)
+        first = with_evaluation(first, self.trace)
         if self.settings.first_step is not None:  # a run under another budget begins with that step again
             earlier_bytes = self.settings.first_step.needed_bytes
             first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, earlier_bytes))

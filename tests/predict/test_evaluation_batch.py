@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 import memwall
+from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
 from memwall.predict.evaluation import evaluation_bytes
+from memwall.torch_internals.profiler import begin_watching_allocations, end_watching_allocations
 
 MIB = 1 << 20
 
@@ -23,3 +25,36 @@ def test_it_is_the_forward_of_a_larger_batch_without_what_backward_needs() -> No
     expected = 100 * MIB + 4 * MIB + weights + batch + 2 * batch
     assert abs(evaluation_bytes(trace, batch=1024) - expected) <= batch
     assert evaluation_bytes(trace, batch=256) < evaluation_bytes(trace, batch=1024)
+
+
+def test_a_recurrent_layer_keeps_no_gates_in_an_evaluation() -> None:
+    """GIVEN an LSTM that was trained WHEN more is evaluated THEN it holds what is foreseen, which is no allocation."""
+    workload = memwall.Workload(
+        model=lambda: _LastOf(nn.LSTM(28, 64, batch_first=True)),
+        batch=lambda: torch.zeros(16, 28, 28),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    trace = msgspec.structs.replace(memwall.record(workload, num_steps=1), base_bytes=0, workspace_bytes=0)
+    batch, model = torch.zeros(1000, 28, 28), workload.model().eval()
+    return_free_memory()
+    before_bytes = process_bytes()
+    assert reset_process_peak()
+    assert begin_watching_allocations()
+    with torch.no_grad():
+        model(batch)
+    held_bytes = allocated_bytes = batch.nbytes
+    for num_bytes in end_watching_allocations():
+        held_bytes += num_bytes
+        allocated_bytes = max(allocated_bytes, held_bytes)
+    resident_bytes = batch.nbytes + process_peak_bytes() - before_bytes
+    assert resident_bytes <= evaluation_bytes(trace, batch=len(batch)) <= allocated_bytes
+
+
+class _LastOf(nn.Module):
+    def __init__(self, layer: nn.LSTM) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.layer(data)[0][:, -1]  # type: ignore[no-any-return]

@@ -57,8 +57,8 @@ def test_where_no_loader_has_what_is_trained_none_says_anything() -> None:
     assert largest_batch(TRAINED) == 0
 
 
-def test_another_run_may_foresee_more_for_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GIVEN two runs that measured a MiB of workspace more or less WHEN one is told a budget THEN the other has it."""
+def test_what_two_runs_measure_apart_does_not_grow_with_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN runs that measured a MiB of workspace more or less WHEN one is told a budget THEN the other has room."""
     workload = memwall.Workload(
         model=lambda: nn.Linear(64, 64),
         batch=lambda: torch.zeros(TRAINED, 64),
@@ -69,7 +69,14 @@ def test_another_run_may_foresee_more_for_the_evaluation(monkeypatch: pytest.Mon
     larger = msgspec.structs.replace(trace, workspace_bytes=trace.workspace_bytes + (1 << 20))
     monkeypatch.setattr(evaluation_batch, "largest_batch", lambda _: 16 * TRAINED)
     first = FirstStep(needed_bytes=0, in_memory_bytes=0, stays_from_bytes=0)
-    told_bytes = with_evaluation(first, trace, 0).needed_bytes
-    again = with_evaluation(first, larger, told_bytes)
-    assert with_evaluation(first, trace, 0).evaluation_bytes < again.evaluation_bytes <= told_bytes
-    assert again.needed_bytes <= told_bytes
+    told, again = with_evaluation(first, trace), with_evaluation(first, larger)
+    assert told.needed_bytes == told.evaluation_bytes
+    assert again.evaluation_bytes == told.evaluation_bytes + (1 << 20)
+
+
+def test_an_evaluation_comes_after_what_planning_left() -> None:
+    first = FirstStep(needed_bytes=300, in_memory_bytes=0, stays_from_bytes=0, evaluation_batch=9, evaluation_bytes=280)
+    assert first.grown_by(10).evaluation_bytes == 290
+    assert first.grown_by(10).needed_bytes == 300
+    assert first.grown_by(50).needed_bytes == 330
+    assert FirstStep(needed_bytes=300, in_memory_bytes=0, stays_from_bytes=0).grown_by(50).needed_bytes == 300

@@ -12,26 +12,16 @@ from memwall.predict.evaluation import evaluation_bytes
 from memwall.predict.first_step import FirstStep
 from memwall.trace.records import Trace
 
-_UNSURE_BYTES = 1 << 20
-"""By how much two first steps of a script differ in what their operators need for themselves, beside the margin."""
 
-
-def with_evaluation(first: FirstStep, trace: Trace, budget_bytes: int) -> FirstStep:
-    """Returns what a run needs from its first step on, with an evaluation in the largest batches of its loaders.
-
-    A run is refused for what it foresees, and told what another run may foresee: what it has measured grows with the
-    batch, and so does by how much that differs from run to run.
-    """
+def with_evaluation(first: FirstStep, trace: Trace) -> FirstStep:
+    """Returns what a run needs from its first step on, with an evaluation in the largest batches of its loaders."""
     batch = largest_batch(trace.micro_batch) if trace.device == "cpu" else 0
     if not batch:
         return first
     foreseen_bytes = evaluation_bytes(trace, batch=batch)
-    told_bytes = foreseen_bytes + _UNSURE_BYTES * batch // trace.micro_batch
-    if foreseen_bytes <= budget_bytes:
-        told_bytes = min(told_bytes, budget_bytes)
     return msgspec.structs.replace(
         first,
-        needed_bytes=max(first.needed_bytes, told_bytes),
+        needed_bytes=max(first.needed_bytes, foreseen_bytes),
         evaluation_batch=batch,
         evaluation_bytes=foreseen_bytes,
     )

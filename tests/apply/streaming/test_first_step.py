@@ -70,7 +70,7 @@ def test_a_first_step_with_parameters_in_memory_is_foreseen_with_its_optimizer(
 ) -> None:
     """GIVEN large weights WHEN their step was recorded in parts THEN whole it has state and temporaries beside all."""
     found: list[tuple[FirstStep, Trace]] = []
-    monkeypatch.setattr(live_plan, "with_evaluation", lambda first, trace, _: found.append((first, trace)) or first)
+    monkeypatch.setattr(live_plan, "with_evaluation", lambda first, trace: found.append((first, trace)) or first)
     model = nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.Linear(2048, 1024, bias=False))
     optimizer = torch.optim.AdamW(model.parameters())
     with memwall.fit(model, optimizer, budget=1 << 40, disk=str(tmp_path)):
