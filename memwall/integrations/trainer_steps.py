@@ -97,7 +97,7 @@ class TrainerSteps:
             parts = divided.step(inputs, count=num_samples)
             return sum(method(model, copy.copy(part), *args, **kwargs) for part in parts)
 
-        return session.redoable(step)
+        return session.redoable(step, inputs)
 
     def logged(self) -> dict[str, float]:
         """Returns what the Trainer logs beside its own figures: what the last step needed, and may need."""

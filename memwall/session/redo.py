@@ -8,7 +8,7 @@ import torch
 from memwall.apply.memory.exhaustion import Exhaustion, forget_frames
 from memwall.checkpoint.training_state import random_states, restore_random_states
 from memwall.errors import RankError
-from memwall.session.ranks.joint_parts import FailedStepError, JointParts, PartBegin, Told
+from memwall.session.ranks.joint_parts import FailedStepError, JointParts, PartBegin, Shapes, Told
 from memwall.session.recovery import Recovery
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_state import StepState
@@ -22,6 +22,7 @@ class _Part(NamedTuple):
 
     random: dict[str, Any]
     run: Callable[[], Any]
+    shapes: Shapes
     standing: PartBegin | None
 
 
@@ -39,29 +40,32 @@ class Redo:
         """Tells whether the loop hands over the parts of its steps."""
         return self._state is not None
 
-    def run(self, part: Callable[[], _T], joint: JointParts | None = None) -> _T:
+    def run(self, part: Callable[[], _T], shapes: Shapes = (), joint: JointParts | None = None) -> _T:
         """Runs a part of a step: forward and backward of one micro-batch, or of several.
 
         Args:
+            shapes: of its batch; () where that is not known.
             joint: what runs it where other ranks do the step again with this one; None where they do not.
 
         Raises:
             OutOfMemoryError: memory ran out, and the step cannot be done again.
             RankError: memory ran out on another rank, and the step cannot be done again.
         """
-        state = self._begin(part, joint)
+        state = self._begin(part, shapes, joint)
         parts = self._parts[-1:]
+        is_joint = False
         while True:
             try:
                 for each in parts:
                     restore_random_states(each.random)
-                    result = self._run(each, joint, state)
+                    is_joint = joint is not None and joint.are_careful(each.shapes, self._recovery.plan_hash)
+                    result = self._run(each, joint if is_joint else None, state)
                 self._gradients_after = self._gradients_now()
                 return cast(_T, result)
             except FailedStepError as error:
                 found, where, failure = error.found, error.where, cast(Exception, error)
             except Exception as error:
-                known = None if joint is not None else self._recovery.exhaustion_of(error)
+                known = None if is_joint else self._recovery.exhaustion_of(error)
                 if known is None:
                     raise
                 reason = self._recovery.why_final(state)
@@ -69,7 +73,7 @@ class Redo:
                     raise self._recovery.error(known, reason) from error
                 found, where, failure = known, "", error
             # Only here the frames of the failed step are gone, and with them its tensors.
-            has_failed_here = joint is None or failure.__cause__ is not None
+            has_failed_here = not is_joint or failure.__cause__ is not None
             forget_frames(failure)
             self._go_back(found, where, state, failure, has_failed_here=has_failed_here)
             parts = list(self._parts)
@@ -90,7 +94,7 @@ class Redo:
         def tell(error: Exception | None) -> tuple[Told, Exception | None]:
             return self._told(error, state)
 
-        return joint.run(part.run, part.standing, tell)
+        return joint.run(part.run, part.shapes, part.standing, tell)
 
     def _told(self, error: Exception | None, state: StepState) -> tuple[Told, Exception | None]:
         """Says what a failure here, or on another rank, means for the step, and what ends the run here for it."""
@@ -112,7 +116,7 @@ class Redo:
         )
         return told, ends
 
-    def _begin(self, part: Callable[[], Any], joint: JointParts | None) -> StepState:
+    def _begin(self, part: Callable[[], Any], shapes: Shapes, joint: JointParts | None) -> StepState:
         self._borders.begin_part()
         if self._state is None:
             self._state = StepState(self._borders.attached_model)
@@ -120,7 +124,7 @@ class Redo:
         if not self._parts or self._gradients_now() != self._gradients_after:
             self._parts = []
             self._state.take()
-        self._parts.append(_Part(random_states(), part, None if joint is None else joint.standing()))
+        self._parts.append(_Part(random_states(), part, shapes, None if joint is None else joint.standing()))
         return self._state
 
     def _gradients_now(self) -> list[tuple[int, int]]:

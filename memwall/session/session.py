@@ -316,8 +316,9 @@ class Session:
         """Runs forward and backward of a batch, in micro-batches where the plan has them; returns the batch's loss.
 
         Where memory runs out, the whole step is done again from the state it began with, under a plan that follows from
-        the failure: at most three times in a run. Ranks in DistributedDataParallel do it again together, and therefore
-        average gradients when backward has ended, not while it runs.
+        the failure: at most three times in a run. Ranks in DistributedDataParallel do it again together if it is one of
+        the first steps under a plan or has a larger batch than those before; such steps average gradients when backward
+        has ended, not while it runs.
 
         Example::
 
@@ -347,7 +348,7 @@ class Session:
             parts = self._live.in_effect.micro.split(batch, count, total_of=total_of)
             return sum((self._live.in_effect.micro.backward(loss_of(micro)) for micro in parts), start=torch.zeros(()))
 
-        return self.redoable(part)
+        return self.redoable(part, batch)
 
     def _prove_parts(self, batch: Any, loss_of: Callable[[Any], Tensor], count: Callable[[Any], int] | None) -> None:
         """Has a plan that divides batches prove itself before its first step, as far as that can be."""
@@ -360,13 +361,17 @@ class Session:
         """Notes for the report what the proof of parts says of the run so far."""
         self.measured.unproven = {"accumulate": self._parts_proof.unproven} if self._parts_proof.unproven else {}
 
-    def redoable(self, part: Callable[[], _T]) -> _T:
+    def redoable(self, part: Callable[[], _T], batch: Any = None) -> _T:
         """Runs a part of a training step, which may be run again, as `compute_gradients` says.
+
+        Args:
+            part: runs forward and backward; it may be called several times.
+            batch: what it trains on. Without it ranks take each step for one in which memory may run out.
 
         Raises:
             OutOfMemoryError: memory ran out, and the step cannot be done again.
         """
-        return self._steps.redoable(part)
+        return self._steps.redoable(part, batch)
 
     def first_forward(self, called: nn.Module | None = None) -> None:
         """Begins the run from within the model's first forward, whose hooks were already collected.

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
+from memwall.apply.microbatch import tensors_in
 from memwall.apply.offload.parking import close_unneeded
 from memwall.errors import InfeasibleError, MemwallError, NoEffectError, RankError
 from memwall.session.live_plan import LivePlan
@@ -87,15 +88,21 @@ class Steps:
         """Follows other models from the next step on, which is recorded anew."""
         self._changes.outgrow(model)
 
-    def redoable(self, part: Callable[[], _T]) -> _T:
+    def redoable(self, part: Callable[[], _T], batch: Any = None) -> _T:
         """Runs a part of a training step, which may be run again.
+
+        Args:
+            part: runs forward and backward.
+            batch: of which the shapes of its tensors tell ranks whether memory may run out; None where nobody knows it.
 
         Raises:
             OutOfMemoryError: memory ran out, and the step cannot be done again.
             RankError: it did on another rank.
         """
         try:
-            return self._redo.run(part, self._met_for_part())
+            joint = self._met_for_part()
+            shapes = () if joint is None else tuple(tuple(tensor.shape) for tensor in tensors_in(batch))
+            return self._redo.run(part, shapes, joint)
         except MemwallError as error:
             self.failure = self.failure or error.without_frames()
             raise

@@ -1,7 +1,9 @@
 """Runs parts of a step so that no rank waits for one that fails in them: all do the step again, or none does.
 
 Under DistributedDataParallel a part runs forward and backward without the others, so that it may fail on one rank.
-Then all say whether it has, by one number, and only where none has, gradients are averaged, once.
+Then all say whether it has, by one number, and only where none has, gradients are averaged, once. That is later than
+beside backward, so that only parts run so in which memory may run out, for all that is known: the first ones under a
+plan, and those of larger batches than have run under it.
 """
 
 import weakref
@@ -25,6 +27,13 @@ _T = TypeVar("_T")
 _OF_ITS_OWN = ("c10d.broadcast_",)
 """Collectives in a forward that are those of DistributedDataParallel: it makes buffers equal."""
 _COLLECTIVES = ("c10d.", "_c10d_functional.", "c10d_functional.")
+_NUM_CAREFUL = 8
+"""Parts under a plan after which it has shown what it needs: optimizer state and buckets are there by then."""
+_NUM_SHAPES = 64
+"""Batches remembered, of which none is as large as another; data of more kinds of lengths is not told apart."""
+
+Shapes = tuple[tuple[int, ...], ...]
+"""The shapes of a batch's tensors; () where they are not known."""
 
 
 class PartBegin(NamedTuple):
@@ -70,6 +79,10 @@ class JointParts:
     def __init__(self, ranks: Ranks, parallel: DistributedDataParallel) -> None:
         self._ranks = ranks
         self._parallel = weakref.ref(parallel)
+        self._plan_hash = ""
+        self._num_run = 0
+        self._tried: list[Shapes] = []
+        """Batches that have run under the plan: those to which no other one is at least equal in each dimension."""
 
     @classmethod
     def of(cls, ranks: Ranks, model: nn.Module, trace: Trace) -> "JointParts | None":
@@ -88,13 +101,26 @@ class JointParts:
         covered = {id(parameter) for parameter in around[0].parameters()}
         return cls(ranks, around[0]) if trained <= covered else None
 
+    def are_careful(self, shapes: Shapes, plan_hash: str) -> bool:
+        """Agrees with the other ranks whether memory may run out in the next part, so that `run` has to run it."""
+        if plan_hash != self._plan_hash:
+            self._plan_hash, self._num_run, self._tried = plan_hash, 0, []
+        is_known = self._num_run >= _NUM_CAREFUL and any(_covers(tried, shapes) for tried in self._tried)
+        return any(self._ranks.largest((int(not is_known),)))
+
     def standing(self) -> PartBegin:
         """Returns how a part begins now."""
         parallel = self._present
         return PartBegin(parallel.require_backward_grad_sync, parallel.require_forward_param_sync)
 
-    def run(self, part: Callable[[], _T], standing: PartBegin, tell: Tell) -> _T:
+    def run(self, part: Callable[[], _T], shapes: Shapes, standing: PartBegin, tell: Tell) -> _T:
         """Runs a part on all ranks, or finds that one of them cannot.
+
+        Args:
+            part: runs forward and backward.
+            shapes: of its batch.
+            standing: how the part began when it ran first.
+            tell: says what a failure means.
 
         Raises:
             FailedStepError: all of them do the step again.
@@ -118,7 +144,14 @@ class JointParts:
             raise self._agreed(*tell(None))
         if standing.is_reduced:
             reduce_gradients(parallel)
+        self._note(shapes)
         return result
+
+    def _note(self, shapes: Shapes) -> None:
+        self._num_run += 1
+        if shapes and not any(_covers(tried, shapes) for tried in self._tried):
+            self._tried = [tried for tried in self._tried if not _covers(shapes, tried)][1 - _NUM_SHAPES :]
+            self._tried.append(shapes)
 
     @property
     def _present(self) -> DistributedDataParallel:
@@ -130,6 +163,13 @@ class JointParts:
     def _agreed(self, told: Told, ends: Exception | None) -> Exception:
         said = [msgspec.json.decode(each, type=Told) for each in self._ranks.gathered(msgspec.json.encode(told))]
         return ends or _outcome(said)
+
+
+def _covers(one: Shapes, other: Shapes) -> bool:
+    """Returns whether a batch is at least as large as another one in each dimension of each tensor."""
+    if len(one) != len(other) or any(len(ours) != len(theirs) for ours, theirs in zip(one, other, strict=True)):
+        return False
+    return all(a >= b for ours, theirs in zip(one, other, strict=True) for a, b in zip(ours, theirs, strict=True))
 
 
 def _outcome(said: Sequence[Told]) -> Exception:

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.slow(seconds=20)
 SCRIPT = """
 import hashlib, tempfile
 import memwall
+from memwall.session.ranks import joint_parts
 from memwall.errors import ApplyError, MemwallError
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,7 +52,7 @@ def digest(model):
     return found.hexdigest()
 
 def trained(place="", who=(), times=1, num_parts=1, asked="4.00 MiB", at=2, bare=False, over_ranks=False,
-            accumulates=False, **options):
+            accumulates=False, last=512, **options):
     "What three steps come to, by how many recoveries; the ranks in `who` run out of memory in the second one."
     torch.manual_seed(0)
     inner = Model()
@@ -67,7 +68,7 @@ def trained(place="", who=(), times=1, num_parts=1, asked="4.00 MiB", at=2, bare
         for step in range(1, 4):
             optimizer.zero_grad()
             for part in range(num_parts):
-                batch = torch.randn(512, 64)
+                batch = torch.randn(last if step == 3 else 512, 64)
                 if step == at and rank in who and part == num_parts - 1:
                     inner.place, inner.num_left = place, times
                 def loss_of(rows):
@@ -100,10 +101,25 @@ again["repeated"] = trained("forward", (1,), times=2, asked="64.00 KiB")
 again["over all ranks"] = trained("forward", (0,), over_ranks=True)
 parts = {"2": trained("backward", (1,), num_parts=2),
          "no_sync": trained("backward", (0,), num_parts=2, accumulates=True)}
+def counted(**how):
+    "Also how often gradients were averaged after backward."
+    reduce, calls = joint_parts.reduce_gradients, []
+    joint_parts.reduce_gradients = lambda parallel: (calls.append(1), reduce(parallel))
+    try:
+        return [*trained(**how), len(calls)]
+    finally:
+        joint_parts.reduce_gradients = reduce
+
+joint_parts._NUM_CAREFUL, before = 1, joint_parts._NUM_CAREFUL
+sure = {"as large": counted(), "larger": counted(last=513), "smaller": counted(last=100),
+        "larger fails": counted(place="forward", who=(1,), at=3, last=513),
+        "as large fails": counted(place="forward", who=(0, 1), at=3)}
+plain_of = {rows: trained(bare=True, last=rows)[0] for rows in (512, 513, 100)}
+joint_parts._NUM_CAREFUL = before
 ends = {"another error": trained("a mistake", (1,)), "no plan": trained("forward", (1,), asked="900.00 GiB")}
 memwall.session.recovery.MAX_ATTEMPTS = 1
 ends["too often"] = trained("backward", (1,), times=9, asked="64.00 KiB")
-found(plain=plain, undisturbed=undisturbed, again=again, parts=parts, ends=ends)
+found(plain=plain, undisturbed=undisturbed, sure=sure, plain_of=plain_of, again=again, parts=parts, ends=ends)
 """
 
 
@@ -126,6 +142,21 @@ def test_parts_of_a_step_are_done_again_with_it(found: list[dict[str, Any]]) -> 
     """GIVEN a loop that accumulates, with a reduction each time or once WHEN its second part fails THEN the same."""
     for rank in found:
         assert rank["parts"] == {kind: [rank["plain"][kind][0], 1, ""] for kind in ("2", "no_sync")}
+
+
+def test_steps_that_have_room_average_beside_backward(found: list[dict[str, Any]]) -> None:
+    """GIVEN a plan that has shown what it needs WHEN no batch is larger THEN backward is not waited for
+    AND a larger one may be done again, to the same bits.
+    """
+    for rank in found:
+        of = {int(rows): bits for rows, bits in rank["plain_of"].items()}
+        assert rank["sure"]["as large"] == [of[512], 0, "", 1]  # the second step; the first one is recorded
+        assert rank["sure"]["smaller"] == [of[100], 0, "", 1]
+        assert rank["sure"]["larger"] == [of[513], 0, "", 2]
+        assert rank["sure"]["larger fails"] == [of[513], 1, "", 2]
+        bits, num_recoveries, message, _ = rank["sure"]["as large fails"]
+        assert (bits, num_recoveries) == ("", 0)
+        assert "the others wait for its part of this step" in message
 
 
 @pytest.mark.parametrize(
