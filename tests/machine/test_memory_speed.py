@@ -1,9 +1,12 @@
 """Memory is measured as fast as memory is."""
 
+import mmap
+import sys
+
 import pytest
 
 from memwall.machine import memory_speed
-from memwall.machine.memory_speed import copy_seconds_per_byte, fault_seconds_per_byte
+from memwall.machine.memory_speed import copy_seconds_per_byte, fault_seconds_per_byte, kernel_seconds
 
 
 def test_a_copy_takes_a_plausible_time() -> None:
@@ -21,3 +24,12 @@ def test_a_touch_that_something_else_held_up_does_not_hide_the_fault(monkeypatch
     times = iter([(3.0, 1.0), (2.0, 5.0), (4.0, 1.0)])
     monkeypatch.setattr(memory_speed, "_touch_seconds", lambda _: next(times))
     assert fault_seconds_per_byte() == 1.0 / memory_speed._PROBE_BYTES
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system tells of a single thread")
+def test_pages_that_become_resident_take_the_kernels_time() -> None:
+    before = kernel_seconds()
+    with mmap.mmap(-1, 256 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as region:
+        for place in range(0, len(region), mmap.PAGESIZE):
+            region[place] = 1
+    assert kernel_seconds() > before

@@ -1,6 +1,7 @@
 """Compiled models train under a budget: compiled blocks are kept, recomputed or offloaded as a whole, bit for bit."""
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.recompute import Recompute
 from memwall.store.room import CudaLimit
 from memwall.torch_internals.compiler import compiled_call_of
+from memwall.trace import step_recorder
 from memwall.trace.compiled_call import CompiledCall
 from memwall.trace.records import COMPILED_CODE
 
@@ -151,6 +153,18 @@ def test_a_compiled_model_is_recorded_as_it_runs(
     saved = {save.storage for save in step.saved if step.storages[save.storage].category == "activation"}
     assert {step.storages[index].birth for index in saved} <= set(calls) | {0, 1}, "saved tensors come out of the code"
     assert not [module for module in model.modules() if isinstance(compiled_call_of(module), CompiledCall)]
+
+
+@pytest.mark.parametrize("made", [whole], indirect=True)
+def test_seconds_of_compiled_code_are_without_what_the_kernel_takes_for_its_pages(
+    made: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN code within which the kernel computes WHEN it is recorded THEN its later steps are foreseen without."""
+    clock = itertools.count(0.0, 1000.0)
+    monkeypatch.setattr(step_recorder, "kernel_seconds", lambda: next(clock))
+    _, session = train(made[1], budget="20GiB")
+    step, names = session.trace.steps[0], session.trace.names
+    assert [op.seconds for op in step.ops if names[op.name] == COMPILED_CODE] == [0.0, 0.0]
 
 
 def test_compiled_code_ends_the_limit_of_a_device_where_that_gives_way() -> None:

@@ -30,7 +30,7 @@ class SearchInputs:
         self.steady = smoothed(recorded, find_blocks(trace, recorded))
         self.plain_fault_seconds = min(
             self.process.untreated(self.steady).fault_seconds,
-            first_touch_seconds(self.steady, trace.machine.fault_seconds_per_byte),
+            first_touch_seconds(self.steady, trace.names, trace.machine.fault_seconds_per_byte),
         )
 
     @property
