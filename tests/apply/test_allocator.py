@@ -214,6 +214,20 @@ print(round(handler.passing_outside_bytes() / MIB))
 
 
 @needs_heap
+def test_what_was_there_before_and_has_gone_did_not_pass(output_of: OutputOf) -> None:
+    """GIVEN weights that malloc has WHEN others take their place in the heap THEN nothing passed outside it."""
+    assert output_of("""
+weights = [tensor(16) for _ in range(4)]
+handler.apply("tensor-heap", 1 << 40)
+handler.look_outside()
+for number in range(4):
+    weights[number] = 0.9 * weights[number]
+handler.trim()
+print(round(handler.passing_outside_bytes() / MIB))
+""") == ["0"]
+
+
+@needs_heap
 def test_cycles_that_hold_tensors_are_collected_before_their_pages_are_returned(output_of: OutputOf) -> None:
     assert output_of("""
 handler.apply("tensor-heap", 1 << 40)

@@ -156,9 +156,12 @@ class AllocatorHandler:
     def passing_outside_bytes(self) -> int | None:
         """Returns the most that was seen outside the heap since its limit was set, without what is held there now.
 
-        None where there is no heap.
+        What was there before and has gone since, as weights that a loop replaces by new ones, did not pass either. None
+        where there is no heap.
         """
-        return None if self._heap is None else max(0, self._most_outside_bytes - self._present_others_bytes())
+        if self._heap is None:
+            return None
+        return max(0, self._most_outside_bytes - max(self._others_bytes, self._present_others_bytes()))
 
     def _most_others_bytes(self) -> int:
         # What a step will need outside may be resident already: scratch that a library keeps.
