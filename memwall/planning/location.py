@@ -21,8 +21,9 @@ class Location(Struct, frozen=True, kw_only=True):
     """Bytes that a step writes to the tier."""
     read_bytes: int = 0
     """Bytes that a step reads back."""
-    library_bytes: int = 0
-    """Bytes that the process grows by for libraries that it would not load otherwise."""
+    grown_bytes: int = 0
+    """Bytes that the process grows by beside the step, as by libraries that it would not load otherwise; negative where
+    it holds less."""
     built_bytes: int = 0
     """Process bytes before parameters leave memory; 0 where they stay."""
     paged_bytes: int = 0
@@ -48,7 +49,7 @@ class Location(Struct, frozen=True, kw_only=True):
             staging_bytes=self.staging_bytes + other.staging_bytes,
             written_bytes=self.written_bytes + other.written_bytes,
             read_bytes=self.read_bytes + other.read_bytes,
-            library_bytes=self.library_bytes + other.library_bytes,
+            grown_bytes=self.grown_bytes + other.grown_bytes,
             built_bytes=max(self.built_bytes, other.built_bytes),
             paged_bytes=self.paged_bytes + other.paged_bytes,
             keeps_tier_busy=self.keeps_tier_busy or other.keeps_tier_busy,

@@ -16,6 +16,10 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     """The most that it would hold with parameters and gradients in memory; 0 where they were."""
     stays_from_bytes: int
     """Smallest budget with which a first step keeps parameters and gradients in memory."""
+    others_bytes: int = 0
+    """Parameters of other models that went to disk while they were built, and were there as the step ran."""
+    built_from_bytes: int = 0
+    """Smallest budget with which these are built in memory, and stay there; 0 where they were."""
     evaluation_batch: int = 0
     """Samples that the script is going to evaluate at once, which is in `needed_bytes`; 0 where that is not known."""
     evaluation_bytes: int = 0
@@ -50,3 +54,9 @@ class FirstStep(Struct, frozen=True, kw_only=True):
             return as_it_ran
         # Not measured, but forecast from a step that ran otherwise: it has the error of both.
         return max(as_it_ran, budget_for(budget_for(self.in_memory_bytes)))
+
+    def with_others(self) -> "FirstStep":
+        """Returns the same step with other models' parameters in memory, as it runs where they are built there."""
+        return msgspec.structs.replace(
+            self, needed_bytes=self.needed_bytes + self.others_bytes, others_bytes=0, built_from_bytes=0
+        )

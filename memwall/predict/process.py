@@ -215,6 +215,7 @@ def calibrated(
     peak_before_optimizer_bytes: int = 0,
     outside_bytes: int | None = None,
     kept_bytes: int | None = None,
+    absent_bytes: int = 0,
     read_ahead_bytes: int = 0,
     allocated_bytes: int | None = None,
     as_run: Callable[[Step], Step] = lambda step: step,
@@ -233,6 +234,8 @@ def calibrated(
             tensors that were read ahead of their use, say, which are no workspace.
         kept_bytes: free pages that the tensor heap held at the peak, which depend on the budget and are no workspace;
             None where that is not known, and is forecast.
+        absent_bytes: what was on disk of tensors that the step's records have in memory, as the parameters of a model
+            that is trained by none of its optimizers.
         read_ahead_bytes: of a device, what of moved tensors may come back ahead of its use.
         allocated_bytes: of a device, what its allocator handed out at most. What lies in its segments besides is no
             workspace: how it cuts them up hangs on the step, and is forecast.
@@ -252,7 +255,7 @@ def calibrated(
         read_ahead_bytes=read_ahead_bytes,
     )
     held_bytes = peak_bytes - base_bytes - window_bytes if allocated_bytes is None else allocated_bytes
-    beyond = held_bytes - tensor_bytes
+    beyond = held_bytes - (tensor_bytes - absent_bytes)
     return msgspec.structs.replace(trace, base_bytes=base_bytes, workspace_bytes=max(0, beyond))
 
 

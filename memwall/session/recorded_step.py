@@ -100,6 +100,7 @@ class RecordedStep:
         assert self._parked is not None
         if self._is_on_cpu:
             limit_bytes = self._settings.budget_bytes
+            self._allocator.trim(generation=1)  # what is free already does not count as there
             self._allocator.apply_tight(limit_bytes and max(limit_bytes - _BETWEEN_LOOKS_BYTES, 1), WINDOW_BYTES)
         self._builder = TraceBuilder(
             [self._model],
@@ -166,7 +167,9 @@ class RecordedStep:
         if self._device.type == "cuda":
             trace = with_library_workspaces(trace, self._device)
         with without_subclass_functions():
-            present_bytes = standing_bytes(self._model, optimizers, trace) - self._parameters.absent_bytes
+            others_bytes = self._parameters.others_absent_bytes
+            absent_bytes = self._parameters.absent_bytes + others_bytes
+            present_bytes = standing_bytes(self._model, optimizers, trace) - absent_bytes
         modules = trace.modules
         away_min_bytes = MIN_STATE_BYTES if self._keeper.is_away else None
         trace = calibrated(
@@ -178,6 +181,7 @@ class RecordedStep:
             peak_before_optimizer_bytes=self._peak_before_optimizer_bytes,
             outside_bytes=outside_bytes,
             kept_bytes=kept_bytes,
+            absent_bytes=others_bytes,
             read_ahead_bytes=WINDOW_BYTES if self._device.type == "cuda" else 0,
             allocated_bytes=None if allocator is None else allocator.allocated_bytes,
             as_run=(lambda plain: as_streamed(plain, modules)) if is_streamed else (lambda plain: plain),
@@ -188,7 +192,8 @@ class RecordedStep:
             in_memory_bytes = trace.base_bytes + trace.workspace_bytes + window_bytes + tensor_bytes
             # What is forecast of the step that ran ends before its optimizer, which had a few of them in memory.
             parameters = [(2 if one.requires_grad else 1) * one.nbytes for one in self._model.parameters()]
-            at_optimizer_bytes = trace.base_bytes + sum(parameters) + stepping_bytes(optimizers)
+            inputs = [one.nbytes for one in step.storages if one.category == "input"]
+            at_optimizer_bytes = trace.base_bytes + sum(parameters) + sum(inputs) + stepping_bytes(optimizers)
             in_memory_bytes = max(in_memory_bytes, at_optimizer_bytes)
         if self._device.type == "cuda":
             trace = as_plain(trace)
@@ -196,6 +201,8 @@ class RecordedStep:
             needed_bytes=step.process_peak_bytes - (kept_bytes or 0),
             in_memory_bytes=in_memory_bytes,
             stays_from_bytes=self._parameters.stays_from_bytes,
+            others_bytes=others_bytes,
+            built_from_bytes=self._parameters.built_from_bytes if others_bytes else 0,
         )
 
     def _unpacks(self) -> None:

@@ -107,6 +107,20 @@ def test_free_pages_that_a_large_budget_had_room_for_are_no_workspace(trace: Tra
     assert workspace_of(200 * MIB + kept_bytes, kept_bytes) == workspace_of(200 * MIB, 0) > 0
 
 
+def test_what_was_on_disk_of_the_steps_tensors_hides_no_workspace(trace: Trace) -> None:
+    """GIVEN a teacher on disk, which the records have in memory THEN the peak is as much higher than they say."""
+
+    def workspace_of(peak_bytes: int, absent_bytes: int) -> int:
+        first = msgspec.structs.replace(trace.steps[0], process_peak_bytes=peak_bytes)
+        parked = msgspec.structs.replace(trace, is_parked=True, steps=(first,))
+        found = calibrated(
+            parked, base_bytes=100 * MIB, window_bytes=32 * MIB, min_bytes=64 << 10, absent_bytes=absent_bytes
+        )
+        return found.workspace_bytes
+
+    assert workspace_of(200 * MIB - 20 * MIB, 20 * MIB) == workspace_of(200 * MIB, 0) > 0
+
+
 def test_workspace_is_what_was_seen_outside_the_heap(trace: Trace) -> None:
     """GIVEN a peak with tensors that were read ahead WHEN what lies outside the heap was seen THEN they are none."""
     first = msgspec.structs.replace(trace.steps[0], process_peak_bytes=300 * MIB)

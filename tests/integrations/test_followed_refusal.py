@@ -11,7 +11,8 @@ from warm_python import warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-# The second has tables that a first step without room has on disk, where no plan for SGD can have them.
+# The second has tables that a first step without room has on disk, where no plan for SGD can have them. The third has a
+# teacher that is built on disk under a small budget, and in memory under the one that is told.
 _SCRIPTS = {
     "mlp": """
 model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(1024, 1024), nn.ReLU())], nn.Linear(1024, 10))
@@ -32,6 +33,17 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 def loss_of(step):
     rows = [torch.randint(0, 100_000, (8192, 10)) for _ in range(4)]
     return nn.functional.binary_cross_entropy_with_logits(model(rows), torch.rand(8192).round())
+""",
+    "teacher": """
+import copy
+model = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(2048, 2048), nn.ReLU())])
+teacher = copy.deepcopy(model).requires_grad_(False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def loss_of(step):
+    for old, new in zip(teacher.parameters(), model.parameters()) if step else ():
+        old.data = 0.99 * old.data + 0.01 * new.data
+    data = torch.randn(64, 2048)
+    return nn.functional.mse_loss(model(data), teacher(data))
 """,
 }
 _LOOP = """
@@ -60,7 +72,7 @@ def run_under(budget: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     return warm_python().run(*arguments, folder=folder, timeout_s=110)
 
 
-@pytest.mark.parametrize("name", ["mlp", exhaustive("tables")])
+@pytest.mark.parametrize("name", ["mlp", "teacher", exhaustive("tables")])
 def test_the_budget_that_a_refusal_names_is_kept(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"import torch\nfrom torch import nn\n{_SCRIPTS[name]}{_LOOP}")
     refused = run_under("64MiB", tmp_path)

@@ -68,6 +68,23 @@ class TestSmallestBudget:
         leaves = msgspec.structs.replace(first, stays_from_bytes=least + 100 * MIB)
         assert refusal(trace, leaves, 100 * MIB).smallest_feasible_bytes == ProcessModel(trace).budget_for(least)
 
+    def test_another_model_on_disk_counts_from_where_it_would_be_built_in_memory(
+        self, trace: Trace, smallest_bytes: Callable[..., int]
+    ) -> None:
+        """GIVEN a teacher that was built on disk THEN it stays there beside parameters that do, under small budgets."""
+        others_bytes = 30 * MIB
+
+        def told_bytes(**others: int) -> int:
+            first = FirstStep(needed_bytes=100 * MIB, in_memory_bytes=0, stays_from_bytes=1 << 40, **others)
+            settings = Settings(budget_bytes=100 * MIB, first_step=first, is_built_on_disk=True)
+            with pytest.raises(InfeasibleError) as error:
+                make_plan(trace, settings)
+            return error.value.smallest_feasible_bytes
+
+        in_memory = told_bytes()
+        assert told_bytes(others_bytes=others_bytes, built_from_bytes=1 << 40) == in_memory - others_bytes
+        assert told_bytes(others_bytes=others_bytes, built_from_bytes=in_memory - others_bytes) == in_memory
+
     def test_a_budget_that_the_first_step_kept_to_needs_no_margin_for_it(
         self, trace: Trace, smallest_bytes: Callable[..., int]
     ) -> None:

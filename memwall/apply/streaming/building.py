@@ -60,6 +60,8 @@ class Building:
         self.tier: ParameterTier | None = None
         """Has what was put on disk so far; None if nothing was."""
         self._is_over = False
+        self._held_bytes = self._made_bytes = 0
+        """Hold what the process and the parameters made so far took when the first of them left."""
         # What nobody else refers to any more, as a head that was tied afterwards, is gone.
         self._shared: list[tuple[weakref.ref[nn.Parameter], str]] = []
         self._waiting: dict[int, tuple[weakref.ref[nn.Parameter], str, int]] = {}
@@ -103,6 +105,16 @@ class Building:
         if self.tier is not None:
             self.tier.on_replaced = None
 
+    @property
+    def stays_from_bytes(self) -> int:
+        """Says from which budget on the same models are built in memory, at least; 0 where they were."""
+        if self.tier is None:
+            return 0
+        sizes = [member.values.num_bytes for member in self.tier]
+        made_bytes = sum(sizes) + self._waiting_bytes - self._made_bytes
+        coming_bytes = passing_bytes(self.tier.window_bytes, max(sizes, default=0))
+        return self._held_bytes + max(0, made_bytes) + coming_bytes + _SLACK_BYTES
+
     def _copied(self, original: Callable[..., Any], parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
         result = original(parameter, memo)
         self._made(result, "the copy of a parameter")
@@ -119,6 +131,7 @@ class Building:
         with self._lock:
             self._wait(parameter, name)
             if self.tier is None and self._must_leave(parameter):
+                self._held_bytes, self._made_bytes = process_bytes(), self._waiting_bytes
                 self.tier = self._open_tier()
                 self.tier.on_replaced = self._replaced
                 self._let_go(self.tier, self.tier.window_bytes, but=1)

@@ -143,6 +143,8 @@ class ParameterKeeper:
         self.is_watching = False
         """Says whether models are built by a script that is watched, so that no budget has to have room for that."""
         self._was_built_there = False
+        self.built_from_bytes = 0
+        """Says from which budget on models that were built on disk are built in memory; 0 where they were."""
         self.stays_from_bytes = 0
         """Says from which budget on the step that was to be recorded keeps parameters and gradients in memory."""
 
@@ -165,6 +167,11 @@ class ParameterKeeper:
         """Counts those of these that are not in memory now."""
         streaming = self._streaming
         return 0 if streaming is None else streaming.away_bytes - streaming.resident_bytes
+
+    @property
+    def others_absent_bytes(self) -> int:
+        """Counts the bytes of other models' parameters that were built on disk and are not in memory now."""
+        return 0 if self._streaming is None else self._streaming.others_absent_bytes
 
     @property
     def num_spilled(self) -> int:
@@ -299,7 +306,9 @@ class ParameterKeeper:
             ApplyError: the machine has no room for those that were built there.
             StoreError: see `bring_back`.
         """
-        coming_bytes = self._built_bytes or (self.absent_bytes if self._was_built_there else 0)
+        coming_bytes = self._built_bytes
+        if not coming_bytes and self._was_built_there:
+            coming_bytes = self.absent_bytes + self.others_absent_bytes
         needed_bytes = process_bytes() + coming_bytes
         if coming_bytes and needed_bytes > max(budget_bytes, memory_limit_bytes()):
             raise ApplyError(
@@ -338,6 +347,7 @@ class ParameterKeeper:
         building, self._building = self._building, None
         if building is None:
             return None
+        self.built_from_bytes = building.stays_from_bytes
         building.end()
         self._was_built_there = building.tier is not None
         return building.tier

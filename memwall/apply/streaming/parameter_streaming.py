@@ -131,6 +131,12 @@ class ParameterStreaming:
         return sum(member.values.num_bytes for member in self._members() if not member.stays)
 
     @property
+    def others_absent_bytes(self) -> int:
+        """Counts the bytes of the tier's parameters that are no part of the model and not in memory now."""
+        others = (member.values for member in self.tier if member not in self._adopted)
+        return sum(values.num_bytes for values in others if not values.is_resident)
+
+    @property
     def resident_bytes(self) -> int:
         """Counts the memory that these and their gradients take now."""
         return sum(member.resident_bytes for member in self._members() if not member.stays)

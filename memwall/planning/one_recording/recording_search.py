@@ -22,6 +22,7 @@ from memwall.planning.settings import Settings
 from memwall.planning.technique import techniques
 from memwall.predict.curve import step_seconds
 from memwall.predict.device import DeviceModel
+from memwall.predict.first_step import FirstStep
 from memwall.predict.process import Process
 from memwall.trace.records import Trace
 
@@ -197,8 +198,15 @@ class RecordingSearch:
                     asked_bytes=self.settings.budget_bytes,
                     budget_for=self._process.budget_for,
                 )
+                if first.others_bytes and self._process.budget_for(smallest_bytes) >= first.built_from_bytes:
+                    smallest_bytes = max(smallest_bytes, self._smallest_with_others(first))
             self._smallest_bytes = smallest_bytes
         return self._smallest_bytes
+
+    def _smallest_with_others(self, first: FirstStep) -> int:
+        """Returns the smallest budget where other models' parameters are built in memory, and no plan moves them."""
+        settings = msgspec.structs.replace(self.settings, first_step=first.with_others())
+        return RecordingSearch(self.trace, settings, plain=self._plain, process=self._process).smallest_bytes()
 
     @cached_property
     def _least_plan_bytes(self) -> int:

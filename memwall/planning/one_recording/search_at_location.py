@@ -88,9 +88,9 @@ class SearchAtLocation:
         The user's own micro-batch comes first, so that equal costs leave it alone.
         """
         best: Candidate | None = None
-        limit_bytes -= self._location.library_bytes
         if self._location.built_bytes > limit_bytes:
             return None
+        limit_bytes -= self._location.grown_bytes
         for batch in self._batches():
             found = self._best_for(batch, limit_bytes, math.inf if best is None else best.extra_seconds)
             if found is not None and (best is None or found.extra_seconds < best.extra_seconds):
@@ -145,7 +145,7 @@ class SearchAtLocation:
         # What passes through memory beside malloc is in no forecast of it: then the heap is held to a limit.
         if not self._location.keeps_tier_busy:
             plain = self._process.untreated(batch.model.step)
-            budget_bytes = self._settings.budget_bytes - self._location.library_bytes
+            budget_bytes = self._settings.budget_bytes - self._location.grown_bytes
             first = self._settings.first_step
             # Nor is an evaluation held to anything where nothing is applied.
             most_bytes = max(plain.process_bytes, 0 if first is None else first.evaluation_bytes)
@@ -195,7 +195,7 @@ class SearchAtLocation:
                 continue
             if self._fills and self._process.gives_back:
                 # It could do with less, but is held to the budget alone: up to that it keeps what it has.
-                most_bytes = self._settings.budget_bytes - self._location.library_bytes - window_bytes
+                most_bytes = self._settings.budget_bytes - self._location.grown_bytes - window_bytes
                 resident = self._resident(step, most_bytes, fills=True)
             found = self._found(batch, treatments, resident, (menus, choice), window_bytes)
             if best is None or found.extra_seconds < best.extra_seconds:
@@ -269,7 +269,7 @@ class SearchAtLocation:
             moved_bytes = batch.num_parts * sum(
                 m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True)
             )
-        process_bytes = resident.process_bytes + window_bytes + self._location.library_bytes
+        process_bytes = resident.process_bytes + window_bytes + self._location.grown_bytes
         fault_seconds = 0.0 if resident.is_default else resident.fault_seconds - self._inputs.plain_fault_seconds
         settled = (
             technique.settled_action(self._inputs, resident, process_bytes, window_bytes) for technique in techniques()
@@ -298,5 +298,5 @@ class SearchAtLocation:
         choice = choice or Choice(leanest, verdict.extra_seconds, 0.0)
         treatments, beside_bytes = self._treatments(menus, choice)
         step = batch.model.treated(treatments)
-        process_bytes = self._resident(step, 0, fills=True).process_bytes + beside_bytes + self._location.library_bytes
+        process_bytes = self._resident(step, 0, fills=True).process_bytes + beside_bytes + self._location.grown_bytes
         return self._process.budget_for(max(process_bytes, self._location.built_bytes))

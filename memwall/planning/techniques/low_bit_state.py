@@ -70,8 +70,8 @@ class _LowBitState(Technique[LowBitState]):
             saved_bytes=sum(4 * number - low_bit_bytes(number) for number in elements),
             cost_seconds=sum(elements) * _SECONDS_PER_ELEMENT / max(1, inputs.trace.num_threads),
         )
-        library_bytes = 0 if inputs.settings.is_torchao_loaded else LIBRARY_BYTES
-        return (Location(actions=(action,), library_bytes=library_bytes),)
+        grown_bytes = 0 if inputs.settings.is_torchao_loaded else LIBRARY_BYTES
+        return (Location(actions=(action,), grown_bytes=grown_bytes),)
 
     def step(self, trace: Trace, step: Step, action: LowBitState) -> Step:
         return with_low_bit_state(step)

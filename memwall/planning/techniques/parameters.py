@@ -150,11 +150,14 @@ def _location(inputs: SearchInputs, action: ParameterPlacement) -> Location:
         else sum(sizes) + action.window_bytes + largest_bytes
     )
     away = _away(trace, steady, action)
+    first = inputs.settings.first_step
     return Location(
         actions=(action,),
         away_bytes=action.saved_bytes or 0,
         written_bytes=action.written_bytes,
         read_bytes=action.read_bytes or 0,
+        # Other models' parameters that were built on disk stay there beside them, and nowhere else.
+        grown_bytes=-(first.others_bytes if first is not None and is_built_there else 0),
         built_bytes=trace.base_bytes + building_bytes,
         paged_bytes=paged_bytes(steady, trace.modules, away, window_bytes=action.window_bytes),
         keeps_tier_busy=True,

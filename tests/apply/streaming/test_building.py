@@ -44,6 +44,29 @@ def test_parameters_leave_from_when_the_process_outgrows_the_budget(
     assert on_disk(second) == large(second)
 
 
+def test_it_says_with_which_budget_they_would_have_stayed(tier: ParameterTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[nn.Module] = []
+
+    def process_bytes() -> int:
+        return (100 << 20) + sum(parameter.nbytes for model in made for parameter in model.parameters())
+
+    monkeypatch.setattr(parameter_building, "process_bytes", process_bytes)
+
+    def built(budget_bytes: int) -> tuple[int, int]:
+        """Returns from which budget on models stay, and how many parameters have left."""
+        made.clear()
+        with Building(leaves_no_room(budget_bytes, WINDOW_BYTES), lambda: tier) as building:
+            for _ in range(3):
+                made.append(GPT())
+            return building.stays_from_bytes, sum(len(on_disk(model)) for model in made)
+
+    stays_from_bytes, num_left = built(1 << 20)
+    assert num_left > 0
+    assert built(stays_from_bytes) == (0, 0)
+    # It is no more than that, but for the parameters that are being made.
+    assert built(stays_from_bytes - 2 * sum(parameter.nbytes for parameter in GPT().parameters()))[1] > 0
+
+
 def test_a_model_smaller_than_what_passes_through_memory_stays(
     tier: ParameterTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Sessions of models that were built on disk: the first step takes the parameters over, to the same bits."""
 
+import copy
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,13 @@ from torch import nn
 from memwall.apply.streaming import building as parameter_building
 from memwall.apply.streaming import parameter_keeper
 from memwall.errors import ApplyError
+from memwall.machine.meter import process_bytes
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.parameters import ParameterPlacement
+from memwall.predict.first_step import FirstStep
+from memwall.session import live_plan
 from memwall.session.session import Session
+from memwall.trace.records import Trace
 
 pytestmark = [pytest.mark.leaves_changed, pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
 WINDOW_BYTES = 32 * KIB
@@ -101,6 +106,41 @@ def test_a_model_built_on_disk_trains_and_is_saved_like_a_plain_one(
     assert list(tmp_path.iterdir()) == []
     assert found.keys() == plain.keys()
     assert [name for name, value in plain.items() if not torch.equal(found[name], value)] == []
+
+
+@pytest.mark.slow
+def test_another_model_that_was_built_on_disk_is_told_apart_from_the_process(
+    tiny: None,
+    without_room: None,
+    tmp_path: Path,
+    open_sessions: list[Session],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GIVEN a frozen copy as a teacher THEN the step that is recorded knows what of it would be in memory elsewhere."""
+    found: list[tuple[FirstStep, Trace, int]] = []
+
+    def noted(first: FirstStep, trace: Trace) -> FirstStep:
+        found.append((first, trace, process_bytes()))
+        return first
+
+    monkeypatch.setattr(live_plan, "with_evaluation", noted)
+    session = Session(disk=str(tmp_path), budget_bytes=1 << 40)
+    open_sessions.append(session)
+    session.watch_building()
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)])
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    session.attach(model, optimizer)
+    for _ in range(2):
+        data = torch.randn(8, 1024)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(data), teacher(data)).backward()
+        optimizer.step()
+    (first, trace, held_bytes), *_ = found
+    assert 3 * (4 << 20) <= first.others_bytes <= sum(parameter.nbytes for parameter in teacher.parameters())
+    assert first.built_from_bytes > 4 * (4 << 20)
+    # Its layers are the step's inputs; the process before the step lacks neither these nor the model's own.
+    assert trace.base_bytes >= held_bytes - (4 << 20)
 
 
 @pytest.mark.slow
