@@ -42,7 +42,7 @@ MUTATIONS = (
     Mutation(
         "a step by torch.func is judged while it runs, and a budget is told that does not hold",
         "memwall/session/unseen_steps.py",
-        "elif self._given() is not None:",
+        "elif not self._is_over(num_optimizer_steps):",
         "elif False:",
         ("tests/session/test_unseen_steps.py",),
     ),
