@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.errors import NotAvailableError
+from memwall.torch_internals.autograd import execution_is_transformed
 from memwall.torch_internals.dispatch import reading_no_elements, without_subclass_functions
 from memwall.torch_internals.trees import tree_leaves
 
@@ -163,8 +164,11 @@ def _references_of_passing() -> int:
     """Returns what refers to a tensor that is assigned where it is computed, and held by nobody else.
 
     It is 0, which is so of none, where a tensor that a variable holds has no more: Python 3.14 lends it. So it is where
-    this torch cannot guard a parameter at all.
+    this torch cannot guard a parameter at all, and where this module is imported within a transform of torch.func, in
+    which nobody may assign: no plan moves parameters in such a run.
     """
+    if execution_is_transformed():
+        return 0
     probe, held = _Counting(torch.empty(1)), torch.empty(1)
     try:
         probe.data = held
