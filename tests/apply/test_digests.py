@@ -53,9 +53,8 @@ def test_a_devices_sum_depends_on_every_element_and_its_place() -> None:
     assert len(set(sums)) == 3
 
 
-@pytest.mark.parametrize("shape", [(1 << 20,), (4, 1 << 18), (1 << 12, 256)])
-def test_a_devices_sum_needs_little_memory_beside_the_tensor(shape: tuple[int, ...]) -> None:
-    """In the step in which plans are proved it lies on top of what was forecast."""
+def largest_made_bytes(words: Tensor) -> int:
+    """Returns the size of the largest tensor that a device's sum makes."""
     made: list[int] = []
 
     class Sizes(TorchDispatchMode):
@@ -64,11 +63,31 @@ def test_a_devices_sum_needs_little_memory_beside_the_tensor(shape: tuple[int, .
             made.append(0 if found._is_view() else found.nbytes) if isinstance(found, Tensor) else None
             return found
 
-    words = torch.zeros(shape, dtype=torch.int32)
     with Sizes():
         weighted_sum(words)
+    return max(made)
+
+
+@pytest.mark.parametrize("shape", [(1 << 20,), (4, 1 << 18), (1 << 12, 256)])
+def test_a_devices_sum_needs_little_memory_beside_the_tensor(shape: tuple[int, ...]) -> None:
+    """In the step in which plans are proved it lies on top of what was forecast."""
+    words = torch.zeros(shape, dtype=torch.int32)
     # Weights, and what they are mixed with.
-    assert 0 < 2 * max(made) <= words.nbytes // 4
+    assert 0 < 2 * largest_made_bytes(words) <= words.nbytes // 4
+
+
+def test_a_devices_sum_needs_no_more_for_a_larger_tensor() -> None:
+    small, large = (torch.zeros(num_words, dtype=torch.int32) for num_words in (1 << 20, 1 << 23))
+    assert largest_made_bytes(large) == largest_made_bytes(small)
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_devices_sum_sees_the_sign_of_one_number_of_double_precision(place: int) -> None:
+    numbers = torch.ones(8, dtype=torch.float64)
+    other = numbers.clone()
+    other[place] = -1
+    sums = [int(weighted_sum(one.view(torch.int64))) for one in (numbers, other)]
+    assert sums[0] != sums[1]
 
 
 def test_digests_that_stay_on_a_device_are_compared() -> None:

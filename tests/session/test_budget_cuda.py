@@ -7,8 +7,12 @@ import torch
 from torch import nn
 
 import memwall
+from memwall.apply.blocks.counts import BlockCounts
+from memwall.apply.blocks.executor import BlockCall
 from memwall.apply.blocks.recomputed import RecomputedBlock
 from memwall.apply.memory.yielding import Yielding
+from memwall.apply.offload.engine import ActivationOffload
+from memwall.apply.offload.proving import Proving
 from memwall.errors import UsageError
 from memwall.machine.meter import CudaMeter
 from memwall.planning.techniques.recompute import Recompute
@@ -180,3 +184,31 @@ def test_a_proof_leaves_no_segments_behind() -> None:
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() == reserved_bytes
     assert kept.shape == x.shape
+
+
+def test_a_proof_of_an_offload_leaves_no_segments_behind() -> None:
+    """GIVEN a block whose saved tensors are held until they are proven WHEN its call ends THEN nothing is free."""
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)))
+    x = torch.ones(NUM_ROWS, 256, device="cuda", requires_grad=True)
+    module.cuda()
+    with ActivationOffload(None, window_bytes=MIB, is_excluded=lambda tensor: False) as offload:
+        with offload.group("block"), Proving(offload, BlockCall(("block", 0), BlockCounts())).hooks():
+            out = module(x)
+        reserved_bytes = torch.cuda.memory_reserved()
+        torch.cuda.empty_cache()
+        assert offload.bytes_written > 8 * MIB
+        assert torch.cuda.memory_reserved() == reserved_bytes
+        assert out.shape == x.shape
+
+
+def test_a_proof_in_backward_begins_without_free_segments() -> None:
+    """GIVEN memory that others have left free WHEN a proven block is recomputed THEN none of it is kept beside that."""
+    module = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).cuda()
+    action = Recompute(saved_bytes=0, cost_seconds=0.0, exactness="bit-exact", block="")
+    block = RecomputedBlock(module, module.forward, action)
+    out = block.run(torch.ones(NUM_ROWS, 256, device="cuda", requires_grad=True)).sum()
+    before_bytes = torch.cuda.memory_reserved()
+    left = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+    del left
+    out.backward()
+    assert torch.cuda.memory_reserved() < before_bytes + 256 * MIB

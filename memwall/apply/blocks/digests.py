@@ -20,8 +20,9 @@ from memwall.torch_internals.dispatch import without_dispatch
 from memwall.torch_internals.modules import own_buffers
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Elements that are worked on at a time, where that takes a copy; on a device 16 bytes for each, which no forecast has.
-# Parts take launches: small tensors are divided into many, large ones into few of what is little beside them.
+# Elements that are worked on at a time, where that takes a copy: small tensors are divided into many parts, large ones
+# into few of what is little beside them. On a device parts stay small, with 8 bytes for each of some copies of one:
+# no forecast has them, and torch takes what is below 1 MiB from segments of 2 MiB.
 _LEAST_PART, _MOST_PART, _NUM_PARTS = 1 << 16, 1 << 19, 64
 # A second run has what it computes with beside all that the first one saved: what an operation reads, its result, and
 # what it needs for itself. So has an operation of the first run beside what was saved before it.
@@ -112,14 +113,18 @@ def written(places: Sequence[tuple[Digest, Place]]) -> str:
 
 def weighted_sum(words: Tensor) -> Tensor:
     """Returns the sum of integers, each multiplied by a number for its place; it stays where they are."""
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    place = 0
-    for part in pieces(words, is_copied=True):
-        weights = torch.arange(place, place + part.numel(), device=words.device).mul_(2).add_(1).mul_(_FACTOR)
-        weights ^= weights >> 29
-        total += weights.mul_(part.reshape(-1)).sum()
-        place += part.numel()
-    return total
+    parts = pieces(words, is_copied=True, most=_LEAST_PART)
+    weights = torch.arange(max(part.numel() for part in parts), device=words.device).mul_(2).add_(1).mul_(_FACTOR)
+    weights ^= weights >> 29
+    sums = torch.empty(len(parts), dtype=torch.int64, device=words.device)
+    for number, part in enumerate(parts):
+        torch.sum(_mixed(part.reshape(-1)) * weights[: part.numel()], 0, out=sums[number])
+    return sums[0] if len(parts) == 1 else weighted_sum(sums)
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Returns other integers, one for each, whose upper bits are in the lower ones too: a product loses the upper."""
+    return words if words.element_size() < 8 else words ^ ((words >> 32) & 0xFFFFFFFF)
 
 
 def _checksum(words: Tensor) -> int:

@@ -229,6 +229,8 @@ class _Call:
                 return None
             finally:
                 self.hidden.settle()
+        if self.expected is not None and any(tensor.is_cuda for tensor in tensors):
+            torch.cuda.empty_cache()  # as after the proof in forward
         args, kwargs = self.arguments.filled(tensors)
         with self.hidden.recalled(), _spared(self._block.norms), self._compared():
             return self._forward(*args, **kwargs)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -40,6 +41,7 @@ class Proving:
         with saved_tensors_hooks(self._pack, _unpack):
             yield
         left, self._left = self._left, []
+        is_on_cuda = any(one.source is not None and one.source.is_cuda for one in left)
         with quiet():
             now = [digest_of(one.source) for one in left if one.source is not None]
         changed = {one.packed.entry for one, digest in zip(left, now, strict=True) if one.is_changed(digest)}
@@ -48,6 +50,9 @@ class Proving:
         for one in left:
             if one.packed.entry not in changed:
                 one.source = None  # else that is what backward reads, as it would without a plan
+        if is_on_cuda:
+            # What was held until now has filled segments that no other step needs.
+            torch.cuda.empty_cache()
 
     def _pack(self, tensor: Tensor) -> Any:
         packed = self._engine.pack(tensor)
