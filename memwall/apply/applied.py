@@ -102,6 +102,11 @@ class AppliedPlan(Target):
                 handler.set_proving(self, is_proving=self._num_steps % PROOF_STEPS == 0)
         self._num_steps += 1
 
+    def spare(self, blocks: frozenset[str]) -> None:
+        """Has these blocks run as they are from the next forward on, but in steps in which actions prove themselves."""
+        is_proven = self._num_steps % PROOF_STEPS != 1 and self.effects.are_seen
+        self.blocks.spared = blocks if is_proven else frozenset()
+
     def prove_again(self) -> None:
         """Has actions prove themselves once more in a first step, whose forwards so far were no part of it."""
         if self._num_steps % PROOF_STEPS == 1:

@@ -44,6 +44,11 @@ class Effects:
         self.failure: MemwallError | None = None
         """Holds what `check` raised: a loop may catch it."""
 
+    @property
+    def are_seen(self) -> bool:
+        """Returns whether nothing is watched any more."""
+        return not self._open
+
     def check(self) -> None:
         """Looks at each effect that was not seen yet; to be called after each optimizer step.
 

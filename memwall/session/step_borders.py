@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.apply.memory.exhaustion import Phase
 from memwall.patches import Patches
-from memwall.session.loop.longer_batch import Shape, input_shape
+from memwall.session.loop.longer_batch import Shape, batch_shapes, input_shape
 from memwall.session.loop.turns import Turns
 from memwall.session.unseen_steps import why_unseen
 from memwall.torch_internals.autograd import current_node, execution_is_transformed
@@ -76,6 +76,8 @@ class StepBorders:
         """The model that was called last with gradients on."""
         self.input_shape: Shape = ()
         """That of the forward that is about to be called, or was called last."""
+        self.batch_shapes: tuple[Shape, ...] = ()
+        """Those of all tensors that it was called with, where these are known."""
         self._turns = Turns(())
         self._has_stepped = False
         self._num_forwards = self._forwards_by_hand = 0
@@ -222,6 +224,11 @@ class StepBorders:
         self._is_left_out = False
 
     @property
+    def had_one_forward(self) -> bool:
+        """Tells, while a step begins, whether the one before had a single forward: no micro-batches, no second view."""
+        return self._num_forwards == 1
+
+    @property
     def is_stepped_by_hand(self) -> bool:
         """Tells whether the loop changed parameters itself in the last step, and no optimizer did."""
         return self._forwards_by_hand > 0
@@ -249,6 +256,7 @@ class StepBorders:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if current_node() is None:
             self.input_shape = input_shape(args, kwargs)
+            self.batch_shapes = batch_shapes(args, kwargs)
             self.enter_forward(module)
 
     def _before_saving(self, *_: Any) -> None:

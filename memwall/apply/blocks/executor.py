@@ -102,6 +102,8 @@ class BlockExecutor:
         self._num_calls = 0
         self._counts: dict[str, BlockCounts] = {}
         self._transformed: set[str] = set()
+        self.spared: frozenset[str] = frozenset()
+        """Paths of blocks that keep what they save in the present forward, as if they had no layers."""
 
     def add(self, path: str, layer: BlockLayer) -> None:
         """Has `apply` put a layer around a block."""
@@ -160,7 +162,7 @@ class BlockExecutor:
             inner = layer.wrapped(module, inner, counts)
 
         def forward(original: Forward, *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or path in self.spared:
                 return original(*args, **kwargs)
             if execution_is_transformed():
                 self._note_transformed(path)

@@ -1,6 +1,7 @@
 """Tells before a step whether its batch is too large for a plan that was made from a smaller one's step."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,25 @@ def input_shape(args: Any, kwargs: Any) -> Shape:
     return next((tuple(tensor.shape) for tensor in tensors if tensor.dim() > 0), ())
 
 
+def batch_shapes(*values: Any) -> tuple[Shape, ...]:
+    """Returns the shapes of all tensors in a model's arguments; () where something there may hold others, unseen."""
+    if not all(map(_is_open, values)):
+        return ()
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(values) if tensor.dim() > 0)
+
+
+def _is_open(value: Any) -> bool:
+    if isinstance(value, (Mapping, list, tuple)):
+        return all(map(_is_open, value.values() if isinstance(value, Mapping) else value))
+    return value is None or isinstance(value, (Tensor, bool, int, float, str))
+
+
+def growth_of(shape: Shape, recorded: Shape) -> float:
+    """Returns the most by which a step's bytes grow with its batch, or the least by which they shrink."""
+    lengths = math.prod(shape[1:]) / math.prod(recorded[1:])
+    return shape[0] / recorded[0] * max(lengths, lengths**2)
+
+
 def is_too_large(shape: Shape, trace: Trace | None, plan: Plan | None) -> bool:
     """Returns whether a step with such a batch may pass the budget of a plan for the recorded one.
 
@@ -32,8 +52,7 @@ def is_too_large(shape: Shape, trace: Trace | None, plan: Plan | None) -> bool:
     recorded, budget_bytes = trace.input_shape, plan.forecast.budget_bytes
     if trace.device != "cpu" or not budget_bytes or not recorded or len(shape) != len(recorded) or 0 in recorded:
         return False
-    lengths = math.prod(shape[1:]) / math.prod(recorded[1:])
-    growth = shape[0] / recorded[0] * max(lengths, lengths**2)
+    growth = growth_of(shape, recorded)
     held_bytes = plan.forecast.steady_process_bytes
     passing_bytes = max(0, held_bytes - trace.base_bytes)
     if growth <= 1.0 or held_bytes + (growth - 1.0) * passing_bytes <= budget_bytes:

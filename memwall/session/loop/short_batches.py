@@ -1,0 +1,78 @@
+"""Says which blocks a batch that is shorter than the recorded one leaves alone: it has room for what they save.
+
+A plan is made from the step of the longest batch so far, and what it recomputes or moves costs shorter ones time as
+well, though they would fit without. Each step treats as many blocks as its own length calls for: none of it is planned
+anew, and no step holds more than the plan foresees. What is recomputed or moved has the same bits as what is kept, so
+that training does not depend on the choice.
+"""
+
+import logging
+from typing import NamedTuple
+
+from memwall.planning.planfile import Plan
+from memwall.session.loop.longer_batch import Shape, growth_of
+from memwall.trace.records import Trace
+
+_log = logging.getLogger(__name__)
+
+_STANDING = ("parameter", "gradient", "optimizer_state", "buffer")
+"""Categories of storages that are there whatever the length of the batch."""
+
+
+class _Treated(NamedTuple):
+    path: str
+    saved_bytes: int
+    cost_seconds: float
+
+
+class ShortBatches:
+    """Knows of one plan what its blocks save and cost, the one first that costs most for its bytes.
+
+    Args:
+        trace: of the step that the plan was made from.
+        recorded: shapes of all tensors that the model was called with in that step; () where they are not known.
+    """
+
+    def __init__(self, trace: Trace, plan: Plan, recorded: tuple[Shape, ...]) -> None:
+        self.plan, self._is_told = plan, False
+        # Of a trace that has come back, as that of a stage has, they are not known.
+        self._recorded = recorded if recorded and recorded[0] == trace.input_shape else ()
+        fixed = sum(s.nbytes for s in trace.steps[0].storages if s.category in _STANDING)
+        self._passing_bytes = max(0, plan.forecast.steady_process_bytes - trace.base_bytes - fixed)
+        blocks: dict[str, _Treated] = {}
+        for action in plan.actions:
+            path = getattr(action, "block", "")
+            if path:
+                known = blocks.get(path, _Treated(path, 0, 0.0))
+                saved_bytes = known.saved_bytes + (action.saved_bytes or self._passing_bytes)  # unknown: all there is
+                blocks[path] = _Treated(path, saved_bytes, known.cost_seconds + (action.cost_seconds or 0.0))
+        self._blocks = sorted(blocks.values(), key=lambda one: -one.cost_seconds / max(1, one.saved_bytes))
+
+    def spared(self, shapes: tuple[Shape, ...]) -> frozenset[str]:
+        """Returns the paths of the blocks that a step with such a batch leaves alone.
+
+        Of several tensors, as the two sequences of a translation, the one that shrinks least counts. What the step
+        holds at any instant is a part that no length changes and, at most, its share of all else. What spared blocks
+        save beside that has to fit into the share that is missing.
+        """
+        growth = _growth(shapes, self._recorded) if self._blocks else None
+        if growth is None:
+            return frozenset()
+        room_bytes = (1.0 / growth - 1.0) * self._passing_bytes
+        found = set()
+        for block in self._blocks:
+            if block.saved_bytes <= room_bytes:
+                found.add(block.path)
+                room_bytes -= block.saved_bytes
+        if found and not self._is_told:
+            self._is_told = True
+            _log.info("a batch of %s is a short one: %d blocks are left as they are", [*map(list, shapes)], len(found))
+        return frozenset(found)
+
+
+def _growth(shapes: tuple[Shape, ...], recorded: tuple[Shape, ...]) -> float | None:
+    """Returns the most that tensors have grown by, of those with more than samples where there are any."""
+    if [*map(len, shapes)] != [*map(len, recorded)] or any(0 in shape for shape in (*shapes, *recorded)):
+        return None
+    pairs = [*zip(shapes, recorded, strict=True)]
+    return max((growth_of(*pair) for pair in [pair for pair in pairs if len(pair[0]) > 1] or pairs), default=None)
