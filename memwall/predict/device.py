@@ -133,6 +133,8 @@ class DeviceModel(Process):
     @cached_property
     def allocator_advice(self) -> AllocatorAdvice:
         events = self._events(steady_step(self._trace))
+        # Nobody empties the cache for a plan: its settings are the best ones without.
+        events = msgspec.structs.replace(events, boundaries=())
         return advise(events, self.profile.version, total_bytes=self._hardware.usable_bytes)
 
     def _events(self, step: Step) -> EventTrace:
