@@ -35,6 +35,7 @@ STATE = {
     "memwall.patches._values": "the end of the patch: it holds nothing",
     "memwall.store.directory_lock._held": "DirectoryLock.release",
     "memwall.store.room._giving": "CudaLimit.end_giving, when a step ends",
+    "memwall.trace.seeding._hearing": "hearing_seeds, as it ends",
     "memwall.store.page_map._maps": "the end of the map: it holds nothing",
     # What was done once for the process.
     "memwall.checkpoint.ending._ended": "the next run that a signal ends",

@@ -51,7 +51,7 @@ def with_device_phases(plan: Plan, trace: Trace, process: DeviceModel) -> Plan:
     return msgspec.structs.replace(plan, forecast=forecast)
 
 
-def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: Step) -> Plan:
+def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: Trace) -> Plan:
     """Returns the plan with an evaluation between its steps as one more phase, which its peak and its verdict count.
 
     Where the allocator would hold more than the budget and its margin leave, but gets along by giving back what it
@@ -60,11 +60,13 @@ def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: 
 
     Args:
         plan: made from `trace`, for that device, with the phases of its steps.
-        evaluation: recorded as the plan runs the model, and translated.
+        evaluation: recorded as the plan runs the model, and translated; its second step, where it has one, is the
+            training step that follows.
     """
     before, found = plan.forecast, _simulated(plan, trace, process, evaluation)
     if found is None or before.budget_bytes is None:
         return plan
+    evaluated = evaluation.steps[0]
     wanted_bytes, room_bytes = found["eval"].reserved_bytes, process.room_bytes(before.budget_bytes)
     binding = before.binding
     if wanted_bytes > max(room_bytes, process.reserved_bytes(before.peak.process_bytes)):
@@ -82,7 +84,7 @@ def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: 
     fits = bool(before.fits) and process_bytes + margin_bytes <= before.budget_bytes
     smallest_bytes = before.smallest_feasible_budget_bytes
     if smallest_bytes is not None:
-        least_bytes = evaluation_bytes(evaluation, steady_step(trace), process.profile)
+        least_bytes = evaluation_bytes(evaluated, steady_step(trace), process.profile)
         if not fits:  # the steps of one that fits may take all that was given
             least_bytes = _least_bytes(plan, trace, process, evaluation, between=(least_bytes, wanted_bytes))
         smallest_bytes = max(smallest_bytes, process.budget_for(process.base_bytes + least_bytes))
@@ -98,7 +100,7 @@ def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: 
         binding=binding,
         not_modelled=(
             *process.not_modelled_in_steps(),
-            evaluation_with_metrics(evaluation),
+            evaluation_with_metrics(evaluated),
             process.not_modelled_around(is_evaluated=True),
         ),
         relaxations=(SMALLER_EVALUATION, *before.relaxations) if before.fits and not fits else before.relaxations,
@@ -135,7 +137,7 @@ def with_smallest_that_holds(plan: Plan, planned: Callable[[int], Plan]) -> Plan
     return msgspec.structs.replace(plan, forecast=forecast)
 
 
-def _least_bytes(plan: Plan, trace: Trace, process: DeviceModel, evaluation: Step, *, between: tuple[int, int]) -> int:
+def _least_bytes(plan: Plan, trace: Trace, process: DeviceModel, evaluation: Trace, *, between: tuple[int, int]) -> int:
     """Returns the least that the allocator can do with in steps and evaluation, to one part in a hundred."""
     too_few_bytes, enough_bytes = between
     while enough_bytes - too_few_bytes > enough_bytes // 100:
@@ -151,7 +153,7 @@ def _simulated(
     plan: Plan,
     trace: Trace,
     process: DeviceModel,
-    evaluation: Step | None = None,
+    evaluation: Trace | None = None,
     *,
     capacity_bytes: int | None = None,
 ) -> dict[str, PhasePeak] | None:
@@ -159,7 +161,15 @@ def _simulated(
     step = step_under_plan(trace, plan)
     setting = "".join(technique_of(action).required_cuda_setting(action) for action in plan.actions)
     settings = parse_settings(setting, process.profile)
-    phases = Phases((as_first(step), step), evaluation, resumed=steady_step(trace) if _state_bytes(plan) else None)
+    evaluated, after = None, None
+    if evaluation is not None:
+        evaluated, *following = evaluation.steps
+        if following:
+            after = step_under_plan(
+                msgspec.structs.replace(trace, names=evaluation.names, steps=tuple(following)), plan
+            )
+    resumed = steady_step(trace) if _state_bytes(plan) else None
+    phases = Phases((as_first(step), step), evaluated, after_evaluation=after, resumed=resumed)
     return phases.peaks(process.profile, settings=settings, capacity_bytes=capacity_bytes)
 
 

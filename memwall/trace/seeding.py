@@ -23,18 +23,33 @@ from memwall.trace.workload import Workload
 _SETTERS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
 
 
+_hearing: list[Callable[[], object]] = []
+
+
 @contextmanager
 def hearing_seeds(hear: Callable[[], object]) -> Iterator[None]:
-    """Calls a function whenever a generator of a CUDA device is seeded, or its state is set, within."""
+    """Calls a function whenever a generator of a CUDA device is to be seeded, or its state to be set, within.
 
-    def seeded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    Neither is done: fake tensors draw nothing, and a device that this process has keeps its numbers for the user.
+    """
+
+    def seeded(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        tell_seeded()
+
+    _hearing.append(hear)
+    try:
+        with Patches("hears when random generators are seeded") as patches:
+            for name in _SETTERS:
+                patches.wrap(torch.cuda, name, seeded)
+            yield
+    finally:
+        _hearing.remove(hear)
+
+
+def tell_seeded() -> None:
+    """Has all who hear of seeds hear of one."""
+    for hear in tuple(_hearing):
         hear()
-        return original(*args, **kwargs)
-
-    with Patches("hears when random generators are seeded") as patches:
-        for name in _SETTERS:
-            patches.wrap(torch.cuda, name, seeded)
-        yield
 
 
 def made_hearing(make: Callable[[], Any]) -> tuple[Any, bool]:
@@ -53,6 +68,7 @@ def with_step_after_seeding(
     batch: Any,
     *,
     num_micro_batches: int = 1,
+    seed: Callable[[], object] = tell_seeded,
 ) -> Trace:
     """Returns the evaluation, and behind it the training step that follows, if the model notices fresh seeds there.
 
@@ -60,9 +76,10 @@ def with_step_after_seeding(
         evaluation: of a batch whose making has seeded the generators.
         builder: has recorded it.
         num_micro_batches: as in `run_recorded`.
+        seed: seeds the generators of the device that the step runs on; fake tensors are only told so.
     """
     if not drops_between_layers(model):
         return evaluation
-    torch.cuda.manual_seed_all(0)
+    seed()
     trace = run_recorded(builder, workload, model, optimizer, batch, num_steps=1, num_micro_batches=num_micro_batches)
     return msgspec.structs.replace(evaluation, names=trace.names, steps=(*evaluation.steps, trace.steps[-1]))

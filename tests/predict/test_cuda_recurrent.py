@@ -3,14 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from plans import a_plan
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from memwall.machine.hardware import hardware_named
-from memwall.predict.cuda.translate import recording_for
+from memwall.planning.device_phases import with_evaluation
+from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.cuda_allocator.torch_releases import profile_for
+from memwall.predict.device import DeviceModel
 from memwall.predict.phases import Phases
 from memwall.trace.fake import record_fake_run
 from memwall.trace.records import Trace
@@ -168,9 +172,11 @@ def test_an_evaluation_reads_no_random_state_of_dropout(workload_of: Callable[..
     assert (in_training, in_evaluation) == ([3 * MIB], [])
 
 
-def dropping(workload_of: Callable[..., Workload], *, dropout: float = 0.1) -> Workload:
+def dropping(
+    workload_of: Callable[..., Workload], *, dropout: float = 0.1, num_samples: int = SAMPLES, num_tokens: int = TOKENS
+) -> Workload:
     """Returns a step of an LSTM of two layers, and values dropped between them."""
-    batch = lambda: torch.ones(SAMPLES, TOKENS, WIDTH)  # noqa: E731
+    batch = lambda: torch.ones(num_samples, num_tokens, WIDTH)  # noqa: E731
     return workload_of(lambda: First(lstm(num_layers=2, dropout=dropout)), batch)
 
 
@@ -193,6 +199,22 @@ def test_after_seeding_the_random_state_of_dropout_is_made_anew(workload_of: Cal
     old, new = (storage for storage in after.storages if storage.nbytes == 3 * MIB)
     assert (old.birth, new.death) == (-1, len(after.ops))
     assert 0 <= new.birth < old.death <= new.birth + 2
+
+
+def test_a_plan_counts_the_random_state_that_is_made_anew(workload_of: Callable[..., Workload]) -> None:
+    """GIVEN a step that fills its segments WHEN an evaluation's batch has seeded THEN the next one takes another."""
+    hardware = hardware_named("h100-80gb")
+    recording = recording_for(hardware)
+    workload = dropping(workload_of, num_samples=64, num_tokens=128)
+    run = record_fake_run(workload, seeded_batch, workspaces=recording.workspaces, choices=recording.choices())
+    training, evaluation = (translated(trace, hardware) for trace in (run.training, run.evaluation) if trace)
+    like_all_others = msgspec.structs.replace(evaluation, steps=evaluation.steps[:1])
+    model = DeviceModel(training, hardware)
+    after, plain = (
+        with_evaluation(a_plan(device="h100-80gb"), training, model, found).forecast.phases["eval"].reserved_bytes or 0
+        for found in (evaluation, like_all_others)
+    )
+    assert after >= plain + 3 * MIB
 
 
 @pytest.mark.parametrize(("dropout", "is_seeded"), [(0.1, False), (0.0, True)])

@@ -122,7 +122,7 @@ def device_trace(
         if run.evaluation is None:
             not_modelled = (*plan.forecast.not_modelled, f"evaluation: {run.failure}")
             return replace(plan, forecast=replace(plan.forecast, not_modelled=not_modelled))
-        return with_evaluation(plan, run.training, DeviceModel(run.training, hardware), run.evaluation.steps[0])
+        return with_evaluation(plan, run.training, DeviceModel(run.training, hardware), run.evaluation)
 
     return Source(run_of(frozenset()), Recordings(offered, record), evaluated if is_evaluated else None)
 

@@ -74,7 +74,13 @@ def record_on_phantom(
         try:
             evaluation = run_evaluated(*trained, evaluated)
             if is_seeding:
-                evaluation = with_step_after_seeding(evaluation, *trained, batch, num_micro_batches=num_micro_batches)
+                evaluation = with_step_after_seeding(
+                    evaluation,
+                    *trained,
+                    batch,
+                    num_micro_batches=num_micro_batches,
+                    seed=lambda: torch.cuda.manual_seed_all(0),
+                )
         except Exception as error:  # whatever a model's own code raises; the training steps stand all the same
             failure = str(error) if isinstance(error, MemwallError) else describe_error(error)
     steps = training.steps if evaluation is None else (*training.steps, *evaluation.steps)
