@@ -10,6 +10,7 @@ from memwall.machine.limits import memory_limit_bytes
 from memwall.predict.cuda.translate import translated
 from memwall.trace.fake import fake_run
 from memwall.trace.records import Trace
+from memwall.trace.seeding import drawing_alike
 from memwall.trace.spec import describe_error
 from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
@@ -50,7 +51,8 @@ def real_trace(
         ) from failure
     _log.warning("%s; two real steps are recorded on this CPU instead, which takes their time and memory", failure)
     try:
-        trace = record(workload, num_micro_batches=num_micro_batches)
+        with drawing_alike():
+            trace = record(workload, num_micro_batches=num_micro_batches)
     except MemwallError:
         raise
     except Exception as error:  # whatever a model's own code raises

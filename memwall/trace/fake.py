@@ -32,7 +32,7 @@ from memwall.trace.op_work import OpWork
 from memwall.trace.optimizers import leaves_foreach_to_torch
 from memwall.trace.records import Trace
 from memwall.trace.recurrent import flatten_weights
-from memwall.trace.seeding import made_hearing, with_step_after_seeding
+from memwall.trace.seeding import drawing_alike, made_hearing, with_step_after_seeding
 from memwall.trace.spec import describe_error
 from memwall.trace.trace_builder import TraceBuilder, run_evaluated, run_recorded
 from memwall.trace.workload import Workload
@@ -156,8 +156,7 @@ def fake_run(
     place = _Place()
     with ExitStack() as contexts:
         contexts.enter_context(without_collector())
-        contexts.enter_context(torch.random.fork_rng(devices=[]))
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed CUDA devices, which are not put back
+        contexts.enter_context(drawing_alike())
         contexts.enter_context(quiet_fake_tensors())
         # Without fallback: it would run kernels for real, on as many zeros as the tensors pretend to have.
         fake_mode = contexts.enter_context(FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False))

@@ -1,4 +1,4 @@
-"""Hears when the random generators of CUDA devices are seeded, and records the training step that finds them so.
+"""Seeds what a recorded step draws from; hears when CUDA generators are seeded, and records the step that follows.
 
 The next step makes the random state of a recurrent layer's dropout anew, while the one before is still there.
 
@@ -6,11 +6,13 @@ Source: torch/random.py, `manual_seed`; aten/src/ATen/cuda/CUDAGeneratorImpl.cpp
 native/cudnn/RNN.cpp, `get_dropout_state` (torch 2.13).
 """
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,6 +26,24 @@ _SETTERS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state
 
 
 _hearing: list[Callable[[], object]] = []
+
+
+@contextmanager
+def drawing_alike() -> Iterator[None]:
+    """Has what is drawn within be the same each time, from torch's CPU generator, Python's and numpy's.
+
+    What a model draws may decide how much it computes, as the spans that wav2vec masks do. All three are put back.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed CUDA devices, which are not put back
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 @contextmanager

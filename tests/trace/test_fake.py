@@ -1,10 +1,12 @@
 """A step on fake tensors: the records of a live one, no bytes behind them, and an error where values are missing."""
 
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -39,6 +41,19 @@ def test_a_recording_leaves_the_generators_as_they_are(
     record_fake(workload_of(lambda model, batch: model(batch).sum()))
     assert torch.equal(torch.get_rng_state(), state)
     assert seeded == []
+
+
+def test_what_a_step_draws_is_the_same_each_time(workload_of: Callable[..., Workload]) -> None:
+    """GIVEN sizes that Python and numpy draw WHEN a step is recorded again THEN it is the same."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        rows = np.random.randint(1, 1 << 30) + random.getrandbits(30)
+        return model(batch).sum() + batch.new_ones(rows).sum()
+
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    first, second = (record_fake(workload_of(loss)) for _ in range(2))
+    assert first == second
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
 
 
 @pytest.mark.slow
