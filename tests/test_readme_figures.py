@@ -329,6 +329,8 @@ def test_what_a_compiled_graph_that_saves_less_takes_is_what_was_measured() -> N
         assert row["is_plain_weights"]
         peaks = max(row["first_step_peak_bytes"], row["steady_peak_bytes"])
         assert peaks <= row.get("budget_bytes", peaks)
+    foreseen = [f"{row['foreseen_step_seconds']:.2f}" for row in rows if "foreseen_step_seconds" in row]
+    assert f"The plans foresaw steps of {' and '.join(foreseen)} s" in " ".join(page.split())
 
 
 def test_what_packing_is_worth_on_a_slow_disk_is_what_was_measured() -> None:
