@@ -144,7 +144,10 @@ _ON_GRADIENT: dict[Any, Callable[..., Any]] = {
 
 
 class _Counting(nn.Parameter):
-    """Counts who refers to a tensor that is assigned to its data, and gets no name where that is done."""
+    """Counts who refers to a tensor that is assigned to its data, and gets no name where that is done.
+
+    It is not assigned: this module may be imported first within a transform of torch.func, which forbids that.
+    """
 
     num_references = 0
 
@@ -154,10 +157,11 @@ class _Counting(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with without_subclass_functions():
-            if func == _Tensor.data.__set__:
-                new = args[1]
-                cls.num_references = sys.getrefcount(new)
-            return func(*args, **kwargs)
+            if func != _Tensor.data.__set__:
+                return func(*args, **kwargs)
+            new = args[1]
+            cls.num_references = sys.getrefcount(new)
+            return None
 
 
 def _references_of_passing() -> int:

@@ -10,6 +10,7 @@ import torch
 from streamed_models import GPT, KIB, everything, loss_of, streamed
 from torch import Tensor, nn
 
+from memwall.apply.streaming import guard
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.errors import ApplyError
 from memwall.store.transfer import TransferPool
@@ -295,3 +296,18 @@ def test_norms_asked_for_before_are_computed_when_gradients_appear(
     assert read[0] >= 4 * 16 * KIB
     assert read[1] == 0
     del streaming
+
+
+def test_what_refers_to_a_passing_tensor_is_asked_within_a_transform_too() -> None:
+    """GIVEN a script of torch.func alone THEN memwall is imported within its first gradient, which forbids `.data`.
+
+    Tensors are wrapped there: none may be found to pass.
+    """
+    found: list[int] = []
+
+    def loss_of(given: Tensor) -> Tensor:
+        found.append(guard._references_of_passing())
+        return given.sum()
+
+    torch.func.grad(loss_of)(torch.ones(1))
+    assert found[0] in (0, guard._REFERENCES_OF_PASSING)
