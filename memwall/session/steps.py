@@ -73,7 +73,12 @@ class Steps:
         )
         self._peak_bytes: int | None = None
         """Keeps the most that was held when the present forward began; None where that is to be read anew."""
-        self._unseen = UnseenSteps(self.measured, lambda: self.live.budget_bytes, self.live.in_effect.allocator)
+        self._unseen = UnseenSteps(
+            self.measured,
+            lambda: self.live.budget_bytes,
+            self.live.in_effect.allocator,
+            lambda: self.live.in_effect.parameters.built_bytes,
+        )
         self._first_turns = FirstTurns()
         self._changes = LoopChanges(self.live, self.borders, self.recovery)
         self._short: ShortBatches | None = None

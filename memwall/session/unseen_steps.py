@@ -53,13 +53,21 @@ class UnseenSteps:
     Args:
         budget_bytes: returns what was asked for.
         allocator: the session's.
+        absent_bytes: returns what is on disk of models that were built there, which a larger budget has in memory.
     """
 
-    def __init__(self, measured: Measurements, budget_bytes: Callable[[], int], allocator: AllocatorHandler) -> None:
+    def __init__(
+        self,
+        measured: Measurements,
+        budget_bytes: Callable[[], int],
+        allocator: AllocatorHandler,
+        absent_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._measured, self._budget_bytes, self._allocator = measured, budget_bytes, allocator
         self._given: weakref.ref[Tensor] | None = None
         """A parameter as the transform has made it for itself: it is gone when that has returned its gradients."""
-        self._base_bytes = self._num_steps = 0
+        self._absent_bytes = absent_bytes
+        self._base_bytes = self._live_bytes = self._num_steps = 0
         self._num_optimizer_steps: int | None = None
 
     def forward_begins(
@@ -83,7 +91,7 @@ class UnseenSteps:
         if given is None or isinstance(given, nn.Parameter):
             return  # the gradients are those of something else
         if self._given is None:
-            self._base_bytes = process_bytes()
+            self._base_bytes, self._live_bytes = process_bytes(), self._allocator.live_bytes
         elif not self._is_over(num_optimizer_steps):
             return  # a further forward of the same step
         elif self._num_steps < _NUM_LOOKED_AT:
@@ -105,10 +113,13 @@ class UnseenSteps:
         self._allocator.hold_limit()
 
     def _judge(self, parameter_bytes: int, why: str, instead: str) -> None:
+        # What the loop holds of a step is there while the next one makes the same: the graph of a gradient, say.
+        grown_bytes, self._live_bytes = self._allocator.live_bytes - self._live_bytes, self._allocator.live_bytes
         budget_bytes, held_bytes = self._budget_bytes(), self._measured.meter.peak_bytes()
         if not 0 < budget_bytes < held_bytes:
             return
-        smallest_bytes = budget_for(held_bytes + _COPIES * parameter_bytes, self._base_bytes)
+        coming_bytes = max(_COPIES * parameter_bytes, grown_bytes) + self._absent_bytes()
+        smallest_bytes = budget_for(held_bytes + coming_bytes, self._base_bytes)
         raise InfeasibleError(
             f"the budget of {format_bytes(budget_bytes, rounding='down')} cannot be met: the smallest feasible one is "
             f"{format_bytes(smallest_bytes, rounding='up')}, "

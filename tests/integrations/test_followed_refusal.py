@@ -84,8 +84,13 @@ def test_the_budget_that_a_refusal_names_is_kept(name: str, tmp_path: Path) -> N
     assert json.loads((tmp_path / "run.json").read_text())["within_budget"]
 
 
-def test_so_is_that_of_steps_by_torch_func_that_no_plan_makes_smaller(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_BY_TORCH_FUNC)
+@pytest.mark.parametrize("has_graph", [exhaustive(False), True], ids=["copies", "copies that require gradients"])
+def test_so_is_that_of_steps_by_torch_func_that_no_plan_makes_smaller(has_graph: bool, tmp_path: Path) -> None:
+    """GIVEN copies that require gradients THEN those by torch.func hold graphs of their own from step to step."""
+    detached = "detach().requires_grad_()" if has_graph else "detach()"
+    script = _BY_TORCH_FUNC.replace("parameter.detach()", f"parameter.{detached}")
+    script = script.replace("value - 0.1 * gradients[name]", f"(value - 0.1 * gradients[name]).{detached}")
+    (tmp_path / "train.py").write_text(script)
     refused = run_under("64MiB", tmp_path)
     assert refused.returncode == 3, refused.stderr
     named = re.search(r"the smallest feasible one is (.+?),", refused.stderr)

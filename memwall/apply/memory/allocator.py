@@ -117,6 +117,11 @@ class AllocatorHandler:
             return None
         return self._limit_bytes - self._most_others_bytes() - self._heap.figures().live_bytes
 
+    @property
+    def live_bytes(self) -> int:
+        """Counts the bytes of tensors in the heap; 0 where there is none."""
+        return 0 if self._heap is None else self._heap.figures().live_bytes
+
     def leave_room(self, num_bytes: int) -> None:
         """Returns free pages after a step until so many bytes are free below the limit, for what is made elsewhere.
 

@@ -261,8 +261,8 @@ class ParameterKeeper:
         """
         if self._streaming is not None:  # a step that is recorded once more
             return True
-        lacks = _lacks_room(model, allocator, budget_bytes, self._built_bytes)
-        self.stays_from_bytes = process_bytes() + _coming_bytes(model, self._built_bytes)
+        lacks = _lacks_room(model, allocator, budget_bytes, self.built_bytes)
+        self.stays_from_bytes = process_bytes() + _coming_bytes(model, self.built_bytes)
         if not lacks:
             self.bring_back()
             return False
@@ -306,7 +306,7 @@ class ParameterKeeper:
             ApplyError: the machine has no room for those that were built there.
             StoreError: see `bring_back`.
         """
-        coming_bytes = self._built_bytes
+        coming_bytes = self.built_bytes
         if not coming_bytes and self._was_built_there:
             coming_bytes = self.absent_bytes + self.others_absent_bytes
         needed_bytes = process_bytes() + coming_bytes
@@ -337,7 +337,7 @@ class ParameterKeeper:
         )
 
     @property
-    def _built_bytes(self) -> int:
+    def built_bytes(self) -> int:
         """Counts the bytes of parameters that were put on disk while they were built and are not in memory now."""
         tier = None if self._building is None else self._building.tier
         return 0 if tier is None else tier.num_bytes - tier.resident_bytes
