@@ -33,6 +33,9 @@ WORKLOADS = {
 }
 
 
+SHORT_BATCHES = ("uniform_sorted", "uniform_unsorted", "skewed_sorted", "skewed_unsorted")
+
+
 def result(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "cpu" / f"{name}.json").read_text())
     assert "cpu-measured" in (found.get("tag"), found.get("kind"))
@@ -331,6 +334,25 @@ def test_what_a_compiled_graph_that_saves_less_takes_is_what_was_measured() -> N
         assert peaks <= row.get("budget_bytes", peaks)
     foreseen = [f"{row['foreseen_step_seconds']:.2f}" for row in rows if "foreseen_step_seconds" in row]
     assert f"The plans foresaw steps of {' and '.join(foreseen)} s" in " ".join(page.split())
+
+
+def test_what_short_batches_gain_is_what_was_measured() -> None:
+    page, found = (ROOT / "benchmarks" / "README.md").read_text(), result("short_batches")
+    budget, plain = (f"{found[f'{name}_bytes'] / 2**20:,.0f}" for name in ("budget", "plain"))
+    text = " ".join(page.split())
+    assert f"({budget} of {plain} MiB)" in text
+    for row in found["rows"]:
+        ratios = [row["times_as_long"][f"{law}_ratio"] for law in SHORT_BATCHES]
+        ways = "with `--no-disk`" if row["no_disk"] else "as it is"
+        assert f"| {ways} | {' | '.join(f'{ratio:.3f}' for ratio in ratios)} |" in page
+        assert row["peak_bytes"] <= min(row["foreseen_bytes"] + (2 << 20), found["budget_bytes"])
+        assert row["actions"]["num_Recompute"] > 0
+    shortest = [f"{row['whole_plan_seconds'][0] / row['seconds'][0]:.2f}" for row in found["rows"]]
+    assert f"with 52 tokens the whole one takes {' and '.join(shortest)} times as long" in text
+    assert {row["num_tokens"][0] for row in found["rows"]} == {52}
+    ratios = [ratio for row in found["rows"] for ratio in row["times_as_long"].values()]
+    limits = (ROOT / "docs" / "limits.md").read_text()
+    assert f"take a BERT {min(ratios):.2f} to {max(ratios):.2f} times as long" in limits
 
 
 def test_what_packing_is_worth_on_a_slow_disk_is_what_was_measured() -> None:
