@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from memwall.machine.hardware import hardware_named
 
@@ -101,9 +100,29 @@ def chosen_calls(capability: tuple[int, int]) -> Iterator[Row]:
     ):
         args = [tensor([num, width], dtype), tensor([num], index), weights, -1, False]
         yield {"operator": "embedding_dense_backward.default", "args": args}
+    yield from products(half)
+    yield from products(full)
     image, weight = tensor([128, 64, 96, 96], full), tensor([64, 64, 3, 3], full)
     args = [image, image, weight, [64], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True]]
     yield {"operator": "convolution_backward.default", "args": args}
+
+
+def products(dtype: torch.dtype) -> Iterator[Row]:
+    """Makes products of matrices that lie in rows, in columns, in parts of them, and of expanded ones."""
+    wide, square = [64, 48], tensor([48, 48], dtype)
+    for strides in ([48, 1], [1, 64], [100, 1], [1, 100], [0, 1], [1, 0], [0, 0], [96, 2], [24, 1]):
+        layer = tensor(wide, dtype, strides)
+        yield {"operator": "mm.default", "args": [layer, square]}
+        yield {"operator": "addmm.default", "args": [tensor([48], dtype), layer, square]}
+        for first in (64 * 48, 0):
+            layers, squares = tensor([8, *wide], dtype, [first, *strides]), tensor([8, 48, 48], dtype)
+            yield {"operator": "bmm.default", "args": [layers, squares]}
+        yield {"operator": "baddbmm.default", "args": [tensor([8, 64, 48], dtype), layers, squares]}
+    for factors in (([8, 64, 1], [64, 1, 1], [8, 1, 48], [48, 48, 1]), ([8, 64, 1], [64, 1, 0], [8, 1, 48], [0, 0, 1])):
+        layers, others = tensor(factors[0], dtype, factors[1]), tensor(factors[2], dtype, factors[3])
+        yield {"operator": "bmm.default", "args": [layers, others]}
+    column = tensor([8, 48, 1], dtype, [48, 1, 0])
+    yield {"operator": "bmm.default", "args": [tensor([8, 64, 48], dtype), column]}
 
 
 def watched(call: Callable[[], Any]) -> tuple[list[int], int, Any]:
@@ -146,7 +165,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=60, help="random reductions, beside the chosen calls")
     options = parser.parse_args()
-    assert isinstance(torch.empty(0, device="cuda"), Tensor)
+    for dtype in DTYPES:  # cuBLAS has its workspaces now
+        one = torch.ones(1, 1, device="cuda", dtype=dtype)
+        torch.addmm(one[0], one, one)
+        torch.bmm(one[None], one[None])
     calls = [
         *random_calls(random.Random(options.seed), options.rows),
         *chosen_calls(torch.cuda.get_device_capability()),

@@ -1,10 +1,14 @@
-"""The workspaces that cuBLAS holds in torch's caching allocator from a thread's first product on."""
+"""The workspaces that cuBLAS holds in torch's caching allocator from a thread's first product on, and what is copied
+for it: matrices of which neither rows nor columns lie one behind the other, as an expanded one's do not.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from memwall.predict.cuda.cuda_device import CudaDevice
 from memwall.predict.cuda_allocator.torch_releases import profile_for
@@ -75,3 +79,45 @@ def _cublas_bytes(device: CudaDevice) -> int:
     if device.is_rocm:
         return _ROCM_BYTES_GFX94 if major == 9 else _ROCM_BYTES
     return _CUBLAS_BYTES_NEW if major in (9, 10, 12) else _CUBLAS_BYTES
+
+
+def _copies(args: Sequence[Tensor]) -> tuple[int, ...]:
+    """Returns the bytes of the copies of the two factors of a product.
+
+    Source: aten/src/ATen/native/cuda/Blas.cpp, `prepare_matrix_for_cublas`, `prepare_batch_matrix_for_cublas`.
+    """
+    return tuple(factor.numel() * factor.element_size() for factor in args if _is_copied(factor))
+
+
+def _is_copied(factor: Tensor) -> bool:
+    (rows, columns), (row_stride, column_stride) = factor.shape[-2:], factor.stride()[-2:]
+    lies_in_rows = column_stride == 1 and row_stride >= max(1, columns)
+    lies_in_columns = row_stride == 1 and column_stride >= max(1, rows)
+    if lies_in_rows or lies_in_columns:
+        return False
+    if factor.dim() == 2:
+        return not (factor.is_contiguous() or factor.t().is_contiguous())
+    return not (factor.is_contiguous() and row_stride and column_stride)
+
+
+def _factors(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    return _copies(args[:2])
+
+
+def _added_factors(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    return _copies(args[1:3])
+
+
+def _batches(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Returns none of columns times rows, which are multiplied without cuBLAS (see `_takes_cublas`)."""
+    return () if args[0].shape[-1] == 1 else _copies(args[:2])
+
+
+_aten = torch.ops.aten
+PRODUCT_FORMULAS: dict[Any, Callable[[CudaDevice, tuple[Any, ...], dict[str, Any]], tuple[int, ...]]] = {
+    _aten.mm.default: _factors,
+    _aten.addmm.default: _added_factors,
+    _aten.bmm.default: _batches,
+    _aten.baddbmm.default: _added_factors,
+}
+"""Functions as in `memwall.predict.cuda.workspaces.FORMULAS`."""

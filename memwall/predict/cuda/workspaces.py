@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memwall.predict.cuda.attention_workspaces import ATTENTION_FORMULAS
+from memwall.predict.cuda.cublas import PRODUCT_FORMULAS
 from memwall.predict.cuda.cuda_device import CudaDevice
 from memwall.predict.cuda.recurrent_memory import PIECE_FORMULAS, RECURRENT_FORMULAS, RECURRENT_PIECES, in_order
 from memwall.predict.cuda.reducing_operators import REDUCING_FORMULAS
@@ -132,6 +133,7 @@ def _index_put(device: CudaDevice, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 FORMULAS: dict[Any, Formula] = {
     **REDUCING_FORMULAS,
+    **PRODUCT_FORMULAS,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten.index_put.default: _index_put,
     _aten.index_put_.default: _index_put,
