@@ -105,6 +105,10 @@ class LivePlan:
         """Returns whether the loop itself has changed parameters after a backward of the step being recorded."""
         return self.recorded is not None and self.recorded.is_changed_by_hand
 
+    def is_dry_run(self) -> bool:
+        """Returns whether what is recorded is no step yet: forwards whose results are gone. Ranks record together."""
+        return self.recorded is not None and self.ranks is None and self.recorded.is_dry_run
+
     def lower_budget(self, within_bytes: int) -> None:
         """Plans for less than what was asked for: not all of it is there."""
         self.settings = msgspec.structs.replace(self.settings, budget_bytes=within_bytes)

@@ -126,6 +126,11 @@ class RecordedStep:
         """Returns whether the loop itself has changed parameters after a backward."""
         return self._builder is not None and self._builder.is_changed_by_hand
 
+    @property
+    def is_dry_run(self) -> bool:
+        """Returns whether the step has run forwards alone, of which nothing is left."""
+        return self._builder is not None and self._builder.is_dry_run
+
     def before_optimizer(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Moves what has no room; to be called before each optimizer's step, with those that are known by then."""
         if not self._peak_before_optimizer_bytes:

@@ -25,6 +25,9 @@ from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import trains
 from memwall.trace.together import models_of
 
+_MOST_DRY_RUNS = 3
+"""Those that are told apart from steps: a loop may call its model many times without gradients in mind."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -72,6 +75,9 @@ class StepBorders:
         """Tells whether a further optimizer's step would belong to the step that one has ended."""
         self.is_changed_by_hand: Callable[[], bool] = lambda: False
         """Tells, while a step is recorded, whether the loop itself has changed parameters after a backward."""
+        self.is_dry_run: Callable[[], bool] = lambda: False
+        """Tells, while a step is recorded, whether it has forwards alone, of which nothing is left."""
+        self._num_dry_runs = 0
         self.called: nn.Module | None = None
         """The model that was called last with gradients on."""
         self.input_shape: Shape = ()
@@ -167,6 +173,19 @@ class StepBorders:
         """Forgets the step that has begun: the next forward begins it again."""
         self.in_step = self.in_optimizer = self._has_stepped = False
 
+    def drop_dry_run(self) -> bool:
+        """Forgets what was called before the training, as where a model makes its parameters once it sees a batch.
+
+        Returns:
+            Whether there was such a call. Whoever listens hears of a step that is over.
+        """
+        is_dropped = self.in_step and self._num_dry_runs < _MOST_DRY_RUNS and self.is_dry_run()
+        if is_dropped:
+            self._num_dry_runs += 1
+            self.drop_step()
+            self._listener.step_skipped()
+        return is_dropped
+
     def end_step(self) -> None:
         """Says that every optimizer has stepped: no further one belongs to the step that one has ended."""
         self.goes_on = False
@@ -199,6 +218,7 @@ class StepBorders:
             return
         if self.is_unseen or (self.called is None and self._transformed_after == self.num_optimizer_steps):
             return  # of a step whose gradients torch.func computes too, and may go on to
+        self.drop_dry_run()
         is_another = torch.is_grad_enabled() and self.begins_step(model)
         self._end_by_hand()
         if not torch.is_grad_enabled():

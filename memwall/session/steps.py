@@ -62,6 +62,7 @@ class Steps:
         self.measured = measured
         self.borders = StepBorders(self)
         self.live = live_plan(self.borders)
+        self.borders.is_dry_run = self.live.is_dry_run
         self.recovery = Recovery(self.live, self.borders, self.measured)
         self._redo = Redo(self.recovery, self.borders)
         self.log = StepLog(self.measured, lambda: self.live.moved_bytes)
@@ -103,6 +104,9 @@ class Steps:
 
     def outgrow(self, model: nn.Module) -> None:
         """Follows other models from the next step on, which is recorded anew."""
+        if self.borders.drop_dry_run():
+            self.borders.attach_instead(model)
+            return
         self._changes.outgrow(model)
 
     def redoable(self, part: Callable[[], _T], batch: Any = None) -> _T:

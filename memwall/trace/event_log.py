@@ -313,6 +313,11 @@ class EventLog:
         if index < len(self.savings):
             self.savings[index].released = len(self.ops)
 
+    @property
+    def is_dropped(self) -> bool:
+        """Returns whether tensors were saved, and autograd has let go of all of them without a backward."""
+        return bool(self.savings) and all(each.unpacked < 0 <= each.released for each in self.savings)
+
     # -- module calls and marks ------------------------------------------------------------------------------------
 
     def enter_call(self, module: int, sequence: int) -> None:

@@ -216,6 +216,15 @@ class StepRecorder(StepMode):
         return self.log
 
     @property
+    def is_dry_run(self) -> bool:
+        """Returns whether all that has run was called for nothing: what it returned is gone, without a backward.
+
+        A call that is about to run may be entered already.
+        """
+        is_begun = len(self.log.call_stack) > 1 or self.num_optimizer_steps > 0 or self.log.has_mark("backward")
+        return not is_begun and self.log.is_dropped
+
+    @property
     def place(self) -> str:
         """Returns what runs now, for messages: "forward of blocks.3 (Block)", "optimizer"."""
         log, phase = self.log, self._phase

@@ -77,6 +77,11 @@ class TraceBuilder:
         """Returns whether the loop itself has changed parameters after a backward of the step being recorded."""
         return self._recorder is not None and self._recorder.is_changed_by_hand
 
+    @property
+    def is_dry_run(self) -> bool:
+        """Returns whether the step being recorded has run forwards alone, of which nothing is left."""
+        return self._recorder is not None and self._recorder.is_dry_run
+
     def start_step(
         self,
         optimizers: Optimizers,

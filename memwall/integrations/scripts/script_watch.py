@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 
 from memwall.checkpoint.reachable import reachable
 from memwall.errors import MemwallError
@@ -81,6 +82,9 @@ class ScriptWatch:
         if model is not None and (not model or model == number or model in self._called):
             return  # not trained; or a part of a model that is called as a whole as well, as its embedding
         if not self._is_trainable(module):
+            return
+        if any(map(is_lazy, module.parameters())):
+            self._running = number  # it is called to make its parameters; what it calls is no model of its own
             return
         with self.guarded():
             self._found(module)
