@@ -66,9 +66,9 @@ def run_ranks(num_ranks: int, *arguments: str, folder: Path, timeout_s: float = 
     return [rank.printed for rank in ranks]
 
 
-def found_by_ranks(num_ranks: int, script: str, folder: Path) -> list[dict[str, Any]]:
+def found_by_ranks(num_ranks: int, script: str, folder: Path, **environment: str) -> list[dict[str, Any]]:
     """Runs a script on so many ranks; returns what each of them found, in the order of their numbers."""
     (folder / "script.py").write_text(PRELUDE + script)
-    run_ranks(num_ranks, str(folder / "script.py"), folder=folder, FOUND_IN=str(folder))
+    run_ranks(num_ranks, str(folder / "script.py"), folder=folder, FOUND_IN=str(folder), **environment)
     paths = [folder / f"{rank}.json" for rank in range(num_ranks)]
     return [json.loads(path.read_text()) for path in paths]

@@ -19,6 +19,7 @@ import ranks_bytes_phantom
 import ranks_faults
 import ranks_peers
 import ranks_planning
+import ranks_redo
 import scenario_table
 import start_up
 
@@ -62,6 +63,11 @@ def test_the_table_of_ranks_is_the_measured_one() -> None:
         if "predicted_bytes" in cell:
             assert cell["steady_bytes"] <= cell["budget_bytes"]
             assert abs(cell["predicted_bytes"] / cell["steady_bytes"] - 1) <= 0.05
+
+
+def test_what_a_step_that_ranks_can_do_again_costs_is_what_was_measured() -> None:
+    for line in ranks_redo.table(result("ranks_redo")["rows"]).splitlines():
+        assert line in PAGE
 
 
 def test_the_tables_of_bytes_of_ranks_are_what_was_counted() -> None:

@@ -8,7 +8,7 @@ import torch
 from memwall.apply.memory.exhaustion import Exhaustion, forget_frames
 from memwall.checkpoint.training_state import random_states, restore_random_states
 from memwall.errors import RankError
-from memwall.session.ranks.joint_parts import FailedStepError, JointParts, PartBegin, Shapes, Told
+from memwall.session.ranks.joint_parts import FailedStepError, JointParts, Shapes, Told
 from memwall.session.recovery import Recovery
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_state import StepState
@@ -23,7 +23,8 @@ class _Part(NamedTuple):
     random: dict[str, Any]
     run: Callable[[], Any]
     shapes: Shapes
-    standing: PartBegin | None
+    begin: Any
+    """Says how, under what runs it on all ranks."""
 
 
 class Redo:
@@ -63,7 +64,8 @@ class Redo:
                 self._gradients_after = self._gradients_now()
                 return cast(_T, result)
             except FailedStepError as error:
-                found, where, failure = error.found, error.where, cast(Exception, error)
+                found, where, has_failed_here = error.found, error.where, error.has_failed_here
+                failure: Exception = error
             except Exception as error:
                 known = None if is_joint else self._recovery.exhaustion_of(error)
                 if known is None:
@@ -71,10 +73,11 @@ class Redo:
                 reason = self._recovery.why_final(state)
                 if reason:
                     raise self._recovery.error(known, reason) from error
-                found, where, failure = known, "", error
+                found, where, has_failed_here, failure = known, "", True, error
             # Only here the frames of the failed step are gone, and with them its tensors.
-            has_failed_here = not is_joint or failure.__cause__ is not None
             forget_frames(failure)
+            if joint is not None:
+                joint.reset()
             self._go_back(found, where, state, failure, has_failed_here=has_failed_here)
             parts = list(self._parts)
 
@@ -88,13 +91,13 @@ class Redo:
             self._state.drop_constants()
 
     def _run(self, part: _Part, joint: JointParts | None, state: StepState) -> Any:
-        if joint is None or part.standing is None:
+        if joint is None:
             return part.run()
 
         def tell(error: Exception | None) -> tuple[Told, Exception | None]:
             return self._told(error, state)
 
-        return joint.run(part.run, part.shapes, part.standing, tell)
+        return joint.run(part.run, part.shapes, part.begin, tell)
 
     def _told(self, error: Exception | None, state: StepState) -> tuple[Told, Exception | None]:
         """Says what a failure here, or on another rank, means for the step, and what ends the run here for it."""
@@ -124,7 +127,7 @@ class Redo:
         if not self._parts or self._gradients_now() != self._gradients_after:
             self._parts = []
             self._state.take()
-        self._parts.append(_Part(random_states(), part, shapes, None if joint is None else joint.standing()))
+        self._parts.append(_Part(random_states(), part, shapes, None if joint is None else joint.begin()))
         return self._state
 
     def _gradients_now(self) -> list[tuple[int, int]]:

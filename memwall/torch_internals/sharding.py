@@ -1,7 +1,8 @@
 """Tensors that are one rank's part of a larger one, and the parameters that FSDP2 gathers from such parts."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -100,10 +101,101 @@ def like_shard(local: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
-def _parts_of(unit: nn.Module) -> list[Any]:
+def are_resettable(root: nn.Module) -> bool:
+    """Returns whether a step of the units of a model may fail on one rank: what they begin together can be watched.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `DefaultAllGather`, `DefaultReduceScatter` (2.13).
+    """
+    if not hasattr(root, "reset_iter_state"):
+        return False
+    groups = _groups_in(root)
+    kinds = {type(getattr(group, name, None)).__name__ for group in groups for name in _COMMUNICATES}
+    return (
+        kinds <= {"DefaultAllGather", "DefaultReduceScatter"}
+        and all(hasattr(group, name) for group in groups for name in _SYNCS)
+        and not any(group._is_hsdp or group._all_reduce_hook is not None for group in groups)
+    )
+
+
+def reset_step(root: nn.Module) -> None:
+    """Leaves nothing in the units of a model of a step that has failed, gradients of gathered parameters included.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, `unsharded_accumulated_grad` (2.13).
+    """
+    root.reset_iter_state()  # type: ignore[operator]
+    for part in (part for group in _groups_in(root) for part in group.fsdp_params):
+        part.unsharded_accumulated_grad = None
+        whole = getattr(part, "_unsharded_param", None)
+        if whole is not None:
+            whole.grad = None
+
+
+@contextmanager
+def meeting_before_collectives(root: nn.Module, meet: Callable[[], None]) -> Iterator[None]:
+    """Calls something before each collective of a model's units, of which all ranks begin equally many.
+
+    Their buffers are there by then, so that nothing is allocated between the call and the collective.
+    """
+    places = [(group, name, getattr(group, name)) for group in _groups_in(root) for name in _COMMUNICATES]
+    try:
+        for group, name, original in places:
+            setattr(group, name, _Meeting(original, meet))
+        yield
+    finally:
+        for group, name, original in places:
+            setattr(group, name, original)
+
+
+class _Meeting:
+    """Stands before what a unit communicates by."""
+
+    def __init__(self, original: Any, meet: Callable[[], None]) -> None:
+        self._original, self._meet = original, meet
+        self.allocate = original.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._meet()
+        return self._original(*args, **kwargs)
+
+
+def gradient_syncs(root: nn.Module) -> list[tuple[bool, ...]]:
+    """Returns for each unit what the next backward does with its gradients and its parameters."""
+    return [tuple(getattr(group, name) for name in _SYNCS) for group in _groups_in(root)]
+
+
+@contextmanager
+def with_gradient_syncs(root: nn.Module, syncs: Sequence[tuple[bool, ...]]) -> Iterator[None]:
+    """Has backward do what `gradient_syncs` has said before, and later what it does now."""
+    present = gradient_syncs(root)
+    try:
+        _set_syncs(root, syncs)
+        yield
+    finally:
+        _set_syncs(root, present)
+
+
+def _set_syncs(root: nn.Module, syncs: Sequence[tuple[bool, ...]]) -> None:
+    for group, values in zip(_groups_in(root), syncs, strict=True):
+        for name, value in zip(_SYNCS, values, strict=True):
+            setattr(group, name, value)
+
+
+_COMMUNICATES = ("_all_gather_comm", "_reduce_scatter_comm")
+_SYNCS = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
+
+
+def _groups_in(root: nn.Module) -> list[Any]:
+    return [group for module in root.modules() if is_sharding_unit(module) for group in _groups_of(module)]
+
+
+def _groups_of(unit: nn.Module) -> list[Any]:
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [part for group in groups if group is not None for part in group.fsdp_params]
+    return [group for group in groups if group is not None]
+
+
+def _parts_of(unit: nn.Module) -> list[Any]:
+    return [part for group in _groups_of(unit) for part in group.fsdp_params]
 
 
 def gathered_parameters(unit: nn.Module) -> list[Tensor] | None:

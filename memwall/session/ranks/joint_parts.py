@@ -2,13 +2,13 @@
 
 Under DistributedDataParallel a part runs forward and backward without the others, so that it may fail on one rank.
 Then all say whether it has, by one number, and only where none has, gradients are averaged, once. That is later than
-beside backward, so that only parts run so in which memory may run out, for all that is known: the first ones under a
-plan, and those of larger batches than have run under it.
+beside backward. Under FSDP2 all say so before each collective of a unit as well. Only parts run so in which memory may
+run out, for all that is known: the first ones under a plan, and those of larger batches than have run under it.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -20,12 +20,21 @@ from memwall.checkpoint.discovery import objects_of
 from memwall.errors import RankError
 from memwall.session.ranks.agreement import Ranks
 from memwall.torch_internals.reducer import is_reducible, meet_before_forward, reduce_gradients
+from memwall.torch_internals.sharding import (
+    are_resettable,
+    gradient_syncs,
+    is_sharding_unit,
+    meeting_before_collectives,
+    reset_step,
+    with_gradient_syncs,
+)
 from memwall.trace.records import Trace
 
 _T = TypeVar("_T")
 
-_OF_ITS_OWN = ("c10d.broadcast_",)
+_OF_REPLICAS = ("c10d.broadcast_",)
 """Collectives in a forward that are those of DistributedDataParallel: it makes buffers equal."""
+_OF_SHARDS = ("c10d._allgather_base_",)
 _COLLECTIVES = ("c10d.", "_c10d_functional.", "c10d_functional.")
 _NUM_CAREFUL = 8
 """Parts under a plan after which it has shown what it needs: optimizer state and buckets are there by then."""
@@ -34,13 +43,6 @@ _NUM_SHAPES = 64
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of a batch's tensors; () where they are not known."""
-
-
-class PartBegin(NamedTuple):
-    """Says how a part began: its loop may reduce gradients with another part."""
-
-    is_reduced: bool
-    makes_buffers_equal: bool
 
 
 class Told(Struct, frozen=True, kw_only=True):
@@ -62,23 +64,44 @@ class FailedStepError(Exception):
     Attributes:
         found: what was lacking where memory ran out: the most that was asked for, the least that was held.
         where: names one of them.
+        has_failed_here: whether it ran out on this rank, too.
     """
 
-    def __init__(self, found: Exhaustion, where: str) -> None:
+    def __init__(self, found: Exhaustion, where: str, *, has_failed_here: bool) -> None:
         super().__init__(where)
-        self.found, self.where = found, where
+        self.found, self.where, self.has_failed_here = found, where, has_failed_here
+
+
+class _FailedElsewhereError(Exception):
+    """Ends a part on a rank that could go on."""
 
 
 Tell = Callable[[Exception | None], tuple[Told, Exception | None]]
 """Tells what a failure on this rank, or None, means for the step, and with what error this rank ends for it."""
 
 
-class JointParts:
-    """Runs parts of steps of one model in DistributedDataParallel, on all ranks alike."""
+class _Divided(Protocol):
+    """Knows how a model is divided among ranks."""
 
-    def __init__(self, ranks: Ranks, parallel: DistributedDataParallel) -> None:
-        self._ranks = ranks
-        self._parallel = weakref.ref(parallel)
+    def begin(self) -> Any:
+        """Returns how a part begins now: its loop may reduce gradients with another part."""
+
+    def run(self, part: Callable[[], _T], begin: Any, meet: Callable[[], None]) -> _T:
+        """Runs a part, which began like that, up to where it has failed on this rank or has not."""
+
+    def end(self, begin: Any) -> None:
+        """Ends a part that has failed on no rank."""
+
+    def reset(self) -> None:
+        """Leaves nothing of a part that has failed."""
+
+
+class JointParts:
+    """Runs parts of steps of one model on all ranks alike."""
+
+    def __init__(self, ranks: Ranks, divided: _Divided) -> None:
+        self._ranks, self._divided = ranks, divided
+        self.begin, self.reset = divided.begin, divided.reset
         self._plan_hash = ""
         self._num_run = 0
         self._tried: list[Shapes] = []
@@ -88,18 +111,14 @@ class JointParts:
     def of(cls, ranks: Ranks, model: nn.Module, trace: Trace) -> "JointParts | None":
         """Returns what runs a model's parts; None where ranks wait for each other in ways that it does not know."""
         names = {trace.names[op.name] for step in trace.steps for op in step.ops if op.phase == "forward"}
-        if any(not name.startswith(_OF_ITS_OWN) for name in names if name.startswith(_COLLECTIVES)):
-            return None
-        trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-        around = [
-            parallel
-            for parallel in objects_of((DistributedDataParallel,))
-            if trained & {id(parameter) for parameter in parallel.parameters()}
-        ]
-        if len(around) != 1 or not is_reducible(around[0]):
-            return None
-        covered = {id(parameter) for parameter in around[0].parameters()}
-        return cls(ranks, around[0]) if trained <= covered else None
+        met = [name for name in names if name.startswith(_COLLECTIVES)]
+        divided: _Divided | None = None
+        if is_sharding_unit(model):
+            divided = _Shards(model) if are_resettable(model) and _are(met, _OF_SHARDS) else None
+        elif _are(met, _OF_REPLICAS):
+            parallel = _around(model)
+            divided = None if parallel is None else _Replicas(parallel)
+        return None if divided is None else cls(ranks, divided)
 
     def are_careful(self, shapes: Shapes, plan_hash: str) -> bool:
         """Agrees with the other ranks whether memory may run out in the next part, so that `run` has to run it."""
@@ -108,18 +127,13 @@ class JointParts:
         is_known = self._num_run >= _NUM_CAREFUL and any(_covers(tried, shapes) for tried in self._tried)
         return any(self._ranks.largest((int(not is_known),)))
 
-    def standing(self) -> PartBegin:
-        """Returns how a part begins now."""
-        parallel = self._present
-        return PartBegin(parallel.require_backward_grad_sync, parallel.require_forward_param_sync)
-
-    def run(self, part: Callable[[], _T], shapes: Shapes, standing: PartBegin, tell: Tell) -> _T:
+    def run(self, part: Callable[[], _T], shapes: Shapes, begin: Any, tell: Tell) -> _T:
         """Runs a part on all ranks, or finds that one of them cannot.
 
         Args:
             part: runs forward and backward.
             shapes: of its batch.
-            standing: how the part began when it ran first.
+            begin: how the part began when it ran first.
             tell: says what a failure means.
 
         Raises:
@@ -127,12 +141,13 @@ class JointParts:
             RankError: another rank cannot go on.
             Exception: what the part raised here, where that is no lack of memory, or ends the run.
         """
-        parallel = self._present
-        parallel.require_forward_param_sync = standing.makes_buffers_equal
         try:
-            meet_before_forward(parallel)
-            with parallel.no_sync():
-                result = part()
+            result = self._divided.run(part, begin, self._meet)
+            self._meet()
+        except RankError:
+            raise
+        except _FailedElsewhereError as error:
+            raise self._agreed(*tell(None)) from error
         except Exception as error:
             told, ends = tell(error)
             self._ranks.largest((1,))
@@ -140,10 +155,7 @@ class JointParts:
             if outcome is error:
                 raise
             raise outcome from error
-        if any(self._ranks.largest((0,))):
-            raise self._agreed(*tell(None))
-        if standing.is_reduced:
-            reduce_gradients(parallel)
+        self._divided.end(begin)
         self._note(shapes)
         return result
 
@@ -153,6 +165,39 @@ class JointParts:
             self._tried = [tried for tried in self._tried if not _covers(shapes, tried)][1 - _NUM_SHAPES :]
             self._tried.append(shapes)
 
+    def _meet(self) -> None:
+        if any(self._ranks.largest((0,))):
+            raise _FailedElsewhereError
+
+    def _agreed(self, told: Told, ends: Exception | None) -> Exception:
+        said = [msgspec.json.decode(each, type=Told) for each in self._ranks.gathered(msgspec.json.encode(told))]
+        return ends or _outcome(said, has_failed_here=told.has_failed)
+
+
+class _Replicas:
+    """Has a DistributedDataParallel reduce gradients when a part has ended well on all ranks."""
+
+    def __init__(self, parallel: DistributedDataParallel) -> None:
+        self._parallel = weakref.ref(parallel)
+
+    def begin(self) -> tuple[bool, bool]:
+        parallel = self._present
+        return parallel.require_backward_grad_sync, parallel.require_forward_param_sync
+
+    def run(self, part: Callable[[], _T], begin: tuple[bool, bool], meet: Callable[[], None]) -> _T:
+        parallel = self._present
+        _, parallel.require_forward_param_sync = begin
+        meet_before_forward(parallel)
+        with parallel.no_sync():
+            return part()
+
+    def end(self, begin: tuple[bool, bool]) -> None:
+        if begin[0]:
+            reduce_gradients(self._present)
+
+    def reset(self) -> None:
+        """Does nothing: the reducer has not seen the part."""
+
     @property
     def _present(self) -> DistributedDataParallel:
         parallel = self._parallel()
@@ -160,9 +205,25 @@ class JointParts:
             raise RankError("the DistributedDataParallel around the model is gone, and ranks cannot average gradients")
         return parallel
 
-    def _agreed(self, told: Told, ends: Exception | None) -> Exception:
-        said = [msgspec.json.decode(each, type=Told) for each in self._ranks.gathered(msgspec.json.encode(told))]
-        return ends or _outcome(said)
+
+class _Shards:
+    """Has ranks say before each collective of `fully_shard` whether one of them has failed."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+
+    def begin(self) -> Any:
+        return gradient_syncs(self._root)
+
+    def run(self, part: Callable[[], _T], begin: Any, meet: Callable[[], None]) -> _T:
+        with meeting_before_collectives(self._root, meet), with_gradient_syncs(self._root, begin):
+            return part()
+
+    def end(self, begin: Any) -> None:
+        """Does nothing: backward has reduced the gradients."""
+
+    def reset(self) -> None:
+        reset_step(self._root)
 
 
 def _covers(one: Shapes, other: Shapes) -> bool:
@@ -172,7 +233,24 @@ def _covers(one: Shapes, other: Shapes) -> bool:
     return all(a >= b for ours, theirs in zip(one, other, strict=True) for a, b in zip(ours, theirs, strict=True))
 
 
-def _outcome(said: Sequence[Told]) -> Exception:
+def _are(names: Sequence[str], known: tuple[str, ...]) -> bool:
+    return all(name.startswith(known) for name in names)
+
+
+def _around(model: nn.Module) -> DistributedDataParallel | None:
+    """Returns the one DistributedDataParallel that has all that is trained of a model, where it can reduce later."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    around: list[tuple[DistributedDataParallel, set[int]]] = [
+        (parallel, {id(parameter) for parameter in parallel.parameters()})
+        for parallel in objects_of((DistributedDataParallel,))
+    ]
+    found = [(parallel, covered) for parallel, covered in around if covered & trained]
+    if len(found) != 1 or not trained <= found[0][1] or not is_reducible(found[0][0]):
+        return None
+    return found[0][0]
+
+
+def _outcome(said: Sequence[Told], *, has_failed_here: bool) -> Exception:
     """Returns what a rank that could go on raises, by what all say."""
     num_ranks, failed = len(said), [rank for rank, told in enumerate(said) if told.has_failed]
     ended = [*(rank for rank in failed if said[rank].ends), *(rank for rank, told in enumerate(said) if told.ends)]
@@ -191,4 +269,4 @@ def _outcome(said: Sequence[Told]) -> Exception:
         asked_bytes=max(said[rank].asked_bytes for rank in failed),
         held_bytes=min(said[rank].held_bytes for rank in failed),
     )
-    return FailedStepError(found, f" on rank {failed[0]} of {num_ranks}")
+    return FailedStepError(found, f" on rank {failed[0]} of {num_ranks}", has_failed_here=has_failed_here)

@@ -12,6 +12,7 @@ import hashlib, tempfile
 import memwall
 from memwall.session.ranks import joint_parts
 from memwall.errors import ApplyError, MemwallError
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 class Block(nn.Module):
@@ -48,16 +49,19 @@ class Model(nn.Module):
 def digest(model):
     found = hashlib.sha256()
     for tensor in (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())):
+        tensor = getattr(tensor, "_local_tensor", tensor)
         found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 def trained(place="", who=(), times=1, num_parts=1, asked="4.00 MiB", at=2, bare=False, over_ranks=False,
-            accumulates=False, last=512, **options):
+            accumulates=False, last=512, fsdp2=False):
     "What three steps come to, by how many recoveries; the ranks in `who` run out of memory in the second one."
     torch.manual_seed(0)
     inner = Model()
     inner.asked = asked
-    model = DistributedDataParallel(inner, **options)
+    for unit in (*inner.blocks, inner) if fsdp2 else ():
+        fully_shard(unit)
+    model = inner if fsdp2 else DistributedDataParallel(inner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(10 + rank)
     session = None
@@ -78,7 +82,10 @@ def trained(place="", who=(), times=1, num_parts=1, asked="4.00 MiB", at=2, bare
                     inner.passes("before the model")
                     return model(rows).square().mean()
                 waits = accumulates and part < num_parts - 1
-                model.require_backward_grad_sync = not waits
+                if fsdp2:
+                    model.set_requires_gradient_sync(not waits)
+                else:
+                    model.require_backward_grad_sync = not waits
                 if session is None:
                     loss_of(batch).backward()
                 else:
@@ -90,42 +97,50 @@ def trained(place="", who=(), times=1, num_parts=1, asked="4.00 MiB", at=2, bare
         session.close(completed=not message)
     return ["" if message else digest(model), 0 if session is None else session.measured.oom_recoveries, message]
 
-plain = {"1": trained(bare=True), "2": trained(bare=True, num_parts=2),
-         "no_sync": trained(bare=True, num_parts=2, accumulates=True)}
-undisturbed = trained()
-again = {
-    f"{place}, {who}": trained(place, who)
-    for place in ("before the model", "forward", "backward") for who in ((1,), (0, 1))
-}
-again["repeated"] = trained("forward", (1,), times=2, asked="64.00 KiB")
-again["over all ranks"] = trained("forward", (0,), over_ranks=True)
-parts = {"2": trained("backward", (1,), num_parts=2),
-         "no_sync": trained("backward", (0,), num_parts=2, accumulates=True)}
 def counted(**how):
-    "Also how often gradients were averaged after backward."
-    reduce, calls = joint_parts.reduce_gradients, []
-    joint_parts.reduce_gradients = lambda parallel: (calls.append(1), reduce(parallel))
+    "Also how many parts could be done again, each of which looks once whether another rank has failed."
+    end, calls = joint_parts.JointParts._note, []
+    joint_parts.JointParts._note = lambda self, shapes: (calls.append(1), end(self, shapes))
     try:
         return [*trained(**how), len(calls)]
     finally:
-        joint_parts.reduce_gradients = reduce
+        joint_parts.JointParts._note = end
 
-joint_parts._NUM_CAREFUL, before = 1, joint_parts._NUM_CAREFUL
-sure = {"as large": counted(), "larger": counted(last=513), "smaller": counted(last=100),
-        "larger fails": counted(place="forward", who=(1,), at=3, last=513),
-        "as large fails": counted(place="forward", who=(0, 1), at=3)}
-plain_of = {rows: trained(bare=True, last=rows)[0] for rows in (512, 513, 100)}
-joint_parts._NUM_CAREFUL = before
-ends = {"another error": trained("a mistake", (1,)), "no plan": trained("forward", (1,), asked="900.00 GiB")}
-memwall.session.recovery.MAX_ATTEMPTS = 1
-ends["too often"] = trained("backward", (1,), times=9, asked="64.00 KiB")
-found(plain=plain, undisturbed=undisturbed, sure=sure, plain_of=plain_of, again=again, parts=parts, ends=ends)
+def all_of(divided):
+    plain = {"1": trained(bare=True, **divided), "2": trained(bare=True, num_parts=2, **divided),
+             "no_sync": trained(bare=True, num_parts=2, accumulates=True, **divided)}
+    again = {
+        f"{place}, {who}": trained(place, who, **divided)
+        for place, who in (("before the model", (1,)), ("forward", (1,)), ("forward", (0, 1)), ("backward", (0,)),
+                           ("backward", (0, 1)))
+    }
+    again["repeated"] = trained("forward", (1,), times=2, asked="64.00 KiB", **divided)
+    again["over all ranks"] = trained("forward", (0,), over_ranks=True, **divided)
+    parts = {"2": trained("backward", (1,), num_parts=2, **divided),
+             "no_sync": trained("backward", (0,), num_parts=2, accumulates=True, **divided)}
+    undisturbed = trained(**divided)
+    joint_parts._NUM_CAREFUL, before = 1, joint_parts._NUM_CAREFUL
+    sure = {"as large": counted(**divided), "larger": counted(last=513, **divided),
+            "smaller": counted(last=100, **divided),
+            "larger fails": counted(place="forward", who=(1,), at=3, last=513, **divided),
+            "as large fails": counted(place="forward", who=(0, 1), at=3, **divided)}
+    plain_of = {rows: trained(bare=True, last=rows, **divided)[0] for rows in (512, 513, 100)}
+    joint_parts._NUM_CAREFUL = before
+    ends = {"another error": trained("a mistake", (1,), **divided),
+            "no plan": trained("forward", (1,), asked="900.00 GiB", **divided)}
+    most, memwall.session.recovery.MAX_ATTEMPTS = memwall.session.recovery.MAX_ATTEMPTS, 1
+    ends["too often"] = trained("backward", (1,), times=9, asked="64.00 KiB", **divided)
+    memwall.session.recovery.MAX_ATTEMPTS = most
+    return {"plain": plain, "undisturbed": undisturbed, "sure": sure, "plain_of": plain_of, "again": again,
+            "parts": parts, "ends": ends}
+
+found(**all_of({"fsdp2": os.environ["DIVIDED"] == "fsdp2"}))
 """
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return found_by_ranks(2, SCRIPT, tmp_path_factory.mktemp("ranks"))
+@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return found_by_ranks(2, SCRIPT, tmp_path_factory.mktemp("ranks"), DIVIDED=request.param)
 
 
 def test_a_step_is_done_again_to_the_same_bits(found: list[dict[str, Any]]) -> None:
@@ -144,7 +159,7 @@ def test_parts_of_a_step_are_done_again_with_it(found: list[dict[str, Any]]) -> 
         assert rank["parts"] == {kind: [rank["plain"][kind][0], 1, ""] for kind in ("2", "no_sync")}
 
 
-def test_steps_that_have_room_average_beside_backward(found: list[dict[str, Any]]) -> None:
+def test_steps_that_have_room_are_run_as_without_that(found: list[dict[str, Any]]) -> None:
     """GIVEN a plan that has shown what it needs WHEN no batch is larger THEN backward is not waited for
     AND a larger one may be done again, to the same bits.
     """
