@@ -48,6 +48,7 @@ STATE = {
     "memwall.planning.technique._load": "nothing: the folder of techniques is read once",
     "memwall.planning.technique._ordered": "unregister",
     "memwall.planning.technique._registry": "unregister",
+    "memwall.torch_internals.reducer._kept": "nothing: the groups stay to the end",
     "memwall.torch_internals.names.REGISTRY": "nothing: an entry for each private name of torch",
     "memwall.torch_internals.dispatch._here": "end_stand_in, before a forward and when a session closes",
     "memwall.trace.op_work.OWN_WORK": "nothing: an entry for each of memwall's own operators",

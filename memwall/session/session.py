@@ -34,6 +34,7 @@ from memwall.session.vector_functions import settle_first_calls
 from memwall.session.watch.step_metrics import StepMetrics
 from memwall.torch_internals.autograd import execution_is_transformed
 from memwall.torch_internals.dispatch import end_stand_in
+from memwall.torch_internals.reducer import keep_groups
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
 
@@ -179,6 +180,7 @@ class Session:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         check_device(self._live.settings.allow, device.type)
         check_is_trainable_here(model)
+        keep_groups(model)
         check_device_has(device, self.budget_bytes, self.plan)
         if distributed.is_available() and distributed.is_initialized():
             self.watch_receives()

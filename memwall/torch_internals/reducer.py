@@ -1,5 +1,6 @@
 """The buckets in which DistributedDataParallel sums gradients: their order decides in which order numbers are added."""
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,3 +119,21 @@ def reduce_gradients(parallel: DistributedDataParallel) -> None:
     parallel.reducer.prepare_for_backward([])
     torch.autograd.backward(with_gradient, zeros)
     parallel.require_forward_param_sync = True
+
+
+_kept: set[int] = set()
+
+
+def keep_groups(model: nn.Module) -> None:
+    """Keeps the gloo groups by which a model's gradients are reduced until the process ends, whoever closes them.
+
+    A session knows the model longer than its script, which may close its groups once it has let go of it. A reducer
+    that holds its group last waits, with the interpreter locked, for a thread of gloo that needs the lock: one run in a
+    hundred never ends (torch 2.13).
+    """
+    for parallel in (part for part in model.modules() if isinstance(part, DistributedDataParallel)):
+        group = parallel.process_group
+        if id(group) not in _kept and "gloo" in distributed.get_backend(group):
+            _kept.add(id(group))
+            # A list of memwall's would let go of it when the interpreter ends, before a model that is known longer.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

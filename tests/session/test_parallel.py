@@ -1,5 +1,6 @@
 """Models that others divide or copy are refused before they are touched, and the message has the way out."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -60,3 +61,18 @@ def test_an_optimizer_of_deepspeeds_is_refused_by_its_name() -> None:
 def test_what_is_no_optimizer_is_named() -> None:
     with pytest.raises(UsageError, match=r"fit was given a int; expected a torch.optim.Optimizer"):
         memwall.fit(nn.Linear(2, 2), 3, budget="1GiB")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_group_stays_as_long_as_the_model_may_be_known_to_a_session() -> None:
+    """GIVEN DistributedDataParallel WHEN sessions train it THEN its group is kept, once: a script may close it before
+    the model goes, and the reducer must not hold it last.
+    """
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    before = sys.getrefcount(parallel.process_group)
+    for _ in range(2):
+        with memwall.fit(parallel, optimizer, budget="8GiB"):
+            pass
+    after = sys.getrefcount(parallel.process_group)
+    assert after == before + 1
