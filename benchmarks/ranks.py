@@ -2,12 +2,14 @@
 
     python benchmarks/ranks.py                       # all cells; about 15 minutes on two cores
     python benchmarks/ranks.py --cells fit-fsdp2 fit-ddp-4
+    phantom/run python benchmarks/ranks.py           # on phantom CUDA devices, a rank each: simulated; five minutes
 
 A cell has two ranks, or as many as its name ends with.
 
 The budget of a cell is what the process holds before it trains, and 60 % of what plain training adds to that on the
 larger rank. A cell holds if no rank exceeded it, in any step; it is equal if every loss and every weight on every rank
-is the plain run's, bit for bit. Writes results/cpu/ranks.json and prints the table of docs/ranks.md.
+is the plain run's, bit for bit. Writes results/cpu/ranks.json, or results/simulated/ranks.json, and prints the table of
+docs/ranks.md.
 """
 
 import argparse
@@ -25,6 +27,9 @@ from revision import commit
 HERE = Path(__file__).parent
 FRONTENDS, WRAPPERS = ("fit", "run", "accelerate", "trainer"), ("ddp", "fsdp2")
 CELLS = (*(f"{frontend}-{wrapper}" for frontend in FRONTENDS for wrapper in WRAPPERS), "fit-ddp-4", "fit-fsdp2-4")
+# Accelerate divides a model on devices alone.
+SIMULATED_CELLS = tuple(f"{frontend}-fsdp2" for frontend in FRONTENDS)
+ON_PHANTOM = torch.cuda.is_available()
 SHARE = 0.6
 MIB = 1 << 20
 
@@ -47,7 +52,7 @@ def launched(frontend: str, wrapper: str, budget_bytes: int, num_ranks: int) -> 
             text=True,
             timeout=580,
             check=False,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | _devices(num_ranks),
         )
         paths = [Path(folder) / f"{rank}.json" for rank in range(num_ranks)]
         if result.returncode or not all(path.exists() for path in paths):
@@ -67,6 +72,13 @@ def launched(frontend: str, wrapper: str, budget_bytes: int, num_ranks: int) -> 
                     "num_replans": joint["measured"]["num_replans"],
                 }
         return {"ranks": ranks}
+
+
+def _devices(num_ranks: int) -> dict[str, str]:
+    """Returns what makes a phantom device for each rank, which computes on the host; nothing on a CPU."""
+    if not ON_PHANTOM:
+        return {}
+    return {"PHANTOM_DEVICES": str(num_ranks), "PHANTOM_CARD": "h100-80gb", "PHANTOM_NUMBERS": "1"}
 
 
 def parts_of(name: str) -> tuple[str, str, int]:
@@ -119,14 +131,14 @@ def row(name: str, cell: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cells", nargs="*", default=CELLS)
+    parser.add_argument("--cells", nargs="*", default=SIMULATED_CELLS if ON_PHANTOM else CELLS)
     chosen = parser.parse_args().cells
-    path = HERE / "results" / "cpu" / "ranks.json"
+    path = HERE / "results" / ("simulated" if ON_PHANTOM else "cpu") / "ranks.json"
     for name in chosen:
         cell = measured(*parts_of(name)) | {"commit": commit(), "num_ranks": parts_of(name)[2]}
         print(row(name, cell), flush=True)
         cells = json.loads(path.read_text())["cells"] if path.exists() else {}
-        about = {"tag": "cpu-measured", "torch": torch.__version__, "share": SHARE}
+        about = {"tag": "simulated" if ON_PHANTOM else "cpu-measured", "torch": torch.__version__, "share": SHARE}
         path.write_text(json.dumps(about | {"cells": cells | {name: cell}}, indent=2, sort_keys=True) + "\n")
 
 

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 ranks_child.py FRONTEND WRAPPER BUDGET FOLDER
 
-BUDGET is in bytes; 0 trains without memwall. Each rank leaves what it found in FOLDER/rank.json.
+BUDGET is in bytes; 0 trains without memwall. Each rank leaves what it found in FOLDER/rank.json. With CUDA devices each
+rank has one, and they meet by NCCL.
 """
 
 import hashlib
@@ -20,11 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memwall
-from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak
+from memwall.machine.meter import CudaMeter, HostMeter, Meter
 from memwall.torch_internals.sharding import local_part
 
 NUM_STEPS, SAMPLES, SEQUENCE = 5, 8, 256
 Losses = list[float]
+ON_CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if ON_CUDA else torch.device("cpu")
 
 
 def made() -> nn.Module:
@@ -38,13 +41,13 @@ def made() -> nn.Module:
         vocab_size=512,
         use_cache=False,
     )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config).to(DEVICE)
 
 
 def batches(rank: int) -> Iterator[Tensor]:
     for step in range(NUM_STEPS):
         generator = torch.Generator().manual_seed(1000 * step + rank)
-        yield torch.randint(512, (SAMPLES, SEQUENCE), generator=generator)
+        yield torch.randint(512, (SAMPLES, SEQUENCE), generator=generator).to(DEVICE)
 
 
 def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
@@ -67,7 +70,7 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Losses:
 
 
 def by_loop(wrapper: str, budget_bytes: int) -> tuple[Losses, nn.Module, Any]:
-    distributed.init_process_group("gloo")
+    distributed.init_process_group("nccl" if ON_CUDA else "gloo")
     model = wrapped(made(), wrapper)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     note_begin()
@@ -91,7 +94,7 @@ def by_accelerate(wrapper: str, budget_bytes: int) -> tuple[Losses, nn.Module, A
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
             cpu_ram_efficient_loading=False,
         )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=not ON_CUDA, fsdp_plugin=plugin)
     check_divides(accelerator, wrapper)
     model: nn.Module = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -122,12 +125,12 @@ def by_trainer(wrapper: str, budget_bytes: int) -> tuple[Losses, nn.Module, Any]
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             losses.extend([logs["loss"]] if "loss" in logs else [])
 
-    rows = [{"input_ids": row, "labels": row} for rank in range(2) for tokens in batches(rank) for row in tokens]
+    rows = [{"input_ids": row, "labels": row} for rank in range(2) for tokens in batches(rank) for row in tokens.cpu()]
     fsdp = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": False}
     fsdp["transformer_layer_cls_to_wrap"] = ["LlamaDecoderLayer"]  # type: ignore[assignment]
     args = TrainingArguments(
         output_dir=str(Path(sys.argv[4]) / "trainer"),
-        use_cpu=True,
+        use_cpu=not ON_CUDA,
         per_device_train_batch_size=SAMPLES,
         max_steps=NUM_STEPS,
         logging_steps=1,
@@ -156,28 +159,34 @@ FRONTENDS: dict[str, Callable[[str, int], tuple[Losses, nn.Module, Any]]] = {
 BEGAN: list[int] = []
 
 
+def meter() -> Meter:
+    return CudaMeter(DEVICE) if ON_CUDA else HostMeter()
+
+
 def note_begin() -> None:
     """Notes what the process holds before it trains, and measures the peak from here on."""
-    reset_process_peak()
-    BEGAN.append(process_bytes())
+    meter().reset_peak()
+    BEGAN.append(meter().now_bytes())
 
 
 def digest(model: nn.Module) -> str:
     found = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(local_part(parameter).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(local_part(parameter).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
 def main() -> None:
     frontend, wrapper, budget_bytes, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
+    if ON_CUDA:
+        torch.cuda.set_device(DEVICE)
     losses, model, session = FRONTENDS[frontend](wrapper, budget_bytes)
     found: dict[str, Any] = {
         "losses": losses,
         "weights": digest(model),
         "began_bytes": BEGAN[0],
-        "peak_bytes": process_peak_bytes(),
+        "peak_bytes": meter().peak_bytes(),
     }
     if session is not None:
         found |= {
