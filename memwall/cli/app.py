@@ -12,7 +12,7 @@ from memwall.cli import checkpoint, demo, diff, doctor, estimate, explain, expor
 from memwall.cli import plan as plan_command
 from memwall.cli.options import PASS_ARGUMENTS
 from memwall.cli.output import plain
-from memwall.cli.verbosity import with_verbosity
+from memwall.cli.verbosity import VerboseOption, set_verbosity, with_verbosity
 from memwall.errors import MemwallError, OutOfMemoryError
 from memwall.logs import log_to_standard_error, quiet_libraries
 from memwall.units import format_bytes
@@ -57,9 +57,11 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    verbose: VerboseOption = 0,
 ) -> None:
     """Takes the options before the command."""
     ctx.with_resource(log_to_standard_error())
+    set_verbosity(verbose)
     if ctx.invoked_subcommand not in _RUNS_SCRIPTS:
         ctx.with_resource(quiet_libraries())
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-_Option = Annotated[
+VerboseOption = Annotated[
     int, typer.Option("--verbose", "-v", count=True, show_default=False, help="Log what is done and why; -vv more.")
 ]
 
@@ -18,20 +18,24 @@ def is_verbose() -> bool:
     return logging.getLogger("memwall").isEnabledFor(logging.INFO)
 
 
+def set_verbosity(num_times: int) -> None:
+    """Sets the level of memwall's log by how often -v was given; a lower one stays, which MEMWALL_LOG may ask for."""
+    if num_times:
+        logger = logging.getLogger("memwall")
+        logger.setLevel(min(logger.level or logging.WARNING, logging.INFO if num_times == 1 else logging.DEBUG))
+
+
 def with_verbosity(command: Callable[..., None]) -> Callable[..., None]:
     """Returns the function of a command with one more option, which sets the level of memwall's log."""
 
     @wraps(command)
     def run(*args: Any, verbose: int, **options: Any) -> None:
-        if verbose:
-            logger = logging.getLogger("memwall")
-            # MEMWALL_LOG may ask for more than that.
-            logger.setLevel(min(logger.level or logging.WARNING, logging.INFO if verbose == 1 else logging.DEBUG))
+        set_verbosity(verbose)
         command(*args, **options)
 
     known = inspect.signature(command)
-    option = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=_Option)
+    option = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=VerboseOption)
     # typer reads the options of a command from here.
     run.__signature__ = known.replace(parameters=[*known.parameters.values(), option])  # type: ignore[attr-defined]
-    run.__annotations__ = {**command.__annotations__, "verbose": _Option}
+    run.__annotations__ = {**command.__annotations__, "verbose": VerboseOption}
     return run

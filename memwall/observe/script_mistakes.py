@@ -212,6 +212,42 @@ def _unused_and_reentrant(source: _Source) -> Iterator[Mistake]:
         )
 
 
+def _processes_that_train(source: _Source) -> Iterator[Mistake]:
+    for call in source.called("spawn", "start_processes", "Process"):
+        keywords, is_one = _keywords(call), _name(call.func) == "Process"
+        target = keywords.get("target") if is_one else keywords.get("fn", call.args[0] if call.args else None)
+        if target is None or not _trains(source, _name(target)):
+            continue
+        count = keywords.get("nprocs", call.args[2] if len(call.args) > 2 else None)
+        number = ast.unparse(count) if isinstance(count, ast.Constant) and not is_one else "N"
+        yield Mistake(
+            line=call.lineno,
+            found=f"{_name(target)} trains in processes that the script starts: memwall is not in them, and their "
+            "memory is not planned",
+            advice="call it in the script itself, with RANK and WORLD_SIZE from the environment, and start that by "
+            f"memwall run --nproc {number} --budget SIZE SCRIPT",
+        )
+
+
+def _trains(source: _Source, name: str) -> bool:
+    """Tells whether a function calls backward, itself or in another one of the file.
+
+    Of one from elsewhere its name tells, or that the script shares its model's memory with it.
+    """
+    known = {function.name: function for function in source.functions}
+    if name not in known:
+        return name.startswith("train") or bool(source.called("share_memory"))
+    waiting, seen = [name], set[str]()
+    while waiting:
+        function = known[waiting.pop()]
+        seen.add(function.name)
+        called = {_name(call.func) for call in ast.walk(function) if isinstance(call, ast.Call)}
+        if called & {"backward", "train"} - known.keys():
+            return True
+        waiting += (called & known.keys()) - seen
+    return False
+
+
 _RULES: tuple[Callable[[_Source], Iterator[Mistake]], ...] = (
     _batch_of_a_device,
     _mean_over_ranks,
@@ -222,6 +258,7 @@ _RULES: tuple[Callable[[_Source], Iterator[Mistake]], ...] = (
     _checkpointing_twice,
     _zero_without_effect,
     _data_parallel,
+    _processes_that_train,
     _unused_and_reentrant,
 )
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")

@@ -75,6 +75,14 @@ def test_a_command_leaves_loggers_as_it_found_them(spec: str, monkeypatch: pytes
     assert "TRANSFORMERS_VERBOSITY" not in os.environ
 
 
+@pytest.mark.parametrize(("asked", "expected"), [("-v", ["info", "warning"]), ("-vv", ["debug", "info", "warning"])])
+def test_it_may_stand_before_the_command(
+    asked: str, expected: list[str], spec: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([asked, "estimate", spec, "--device", "l4", "--json"]) == 0
+    assert capsys.readouterr().err.splitlines() == [f"memwall: {level} of a log" for level in expected]
+
+
 def test_every_command_takes_it() -> None:
     group = typer.main.get_command(app)
     for command in group.commands.values():

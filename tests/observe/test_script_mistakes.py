@@ -71,6 +71,21 @@ PLANTED: dict[str, tuple[str, int, str, str]] = {
         "are in 16 bits, beside mixed precision",
         "args = TrainingArguments(out, bf16=True)\nmodel = Auto.from_pretrained(name, torch_dtype=torch.float32)",
     ),
+    "processes of its own that train": (
+        "def step(rank):\n    loss_of(rank).backward()\n\ndef run(rank, world):\n    step(rank)\n\n"
+        "mp.spawn(run, (2,), nprocs=2)",
+        7,
+        "run trains in processes that the script starts: memwall is not in them",
+        "def step(rank):\n    loss_of(rank).backward()\n\ndef prepare(rank, world):\n    write(rank)\n\n"
+        "mp.spawn(prepare, (2,), nprocs=2)\nstep(int(os.environ['RANK']))",
+    ),
+    "processes that train one model": (
+        "from train import train\n\nmodel.share_memory()\nfor rank in range(4):\n"
+        "    process = mp.Process(target=train, args=(rank, model))\n    process.start()",
+        5,
+        "train trains in processes",
+        "from train import train\n\ntrain(0, model)",
+    ),
     "checkpointing twice": (
         "args = TrainingArguments(\n    out, gradient_checkpointing=True,\n"
         "    fsdp_config={'activation_checkpointing': True})",
