@@ -49,7 +49,7 @@ class ModuleTable:
         records.append(
             Module(
                 path=path,
-                class_name=type(module).__name__,
+                class_name=_class_name(module),
                 parent=parent,
                 container=container,
                 is_leaf=not children,
@@ -108,3 +108,10 @@ def as_moved(root: nn.Module, known: set[int] | None = None) -> Iterator[nn.Modu
         if id(child) not in known:
             yield from as_moved(child, known)
     yield root
+
+
+def _class_name(module: nn.Module) -> str:
+    """Returns what a module's class is called: one that has the name of torch's, and is another, with where it is."""
+    kind = type(module)
+    is_another = getattr(nn, kind.__name__, kind) is not kind
+    return f"{kind.__module__}.{kind.__name__}" if is_another else kind.__name__

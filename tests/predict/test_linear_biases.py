@@ -64,16 +64,34 @@ def test_a_sum_written_by_hand_is_a_tensor_of_its_own(step_of: Callable[..., Tra
 
 
 class Linear(nn.Linear):
-    """Is taken for torch's own, and reads its product itself as well."""
+    """Has the name of torch's own, and makes a product and a sum."""
 
     def forward(self, input: Tensor) -> Tensor:
-        product = input @ self.weight.t()
-        return torch.tanh(product) * (product + self.bias)
+        return input @ self.weight.t() + self.bias
+
+
+def reading_its_product() -> nn.Linear:
+    """Returns torch's own layer with a forward that reads its product as well."""
+    layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(input: Tensor) -> Tensor:
+        product = input @ layer.weight.t()
+        return torch.tanh(product) * (product + layer.bias)
+
+    layer.forward = forward  # type: ignore[method-assign]
+    return layer
+
+
+def test_a_class_of_the_users_is_not_torchs_for_its_name(workload_of: Callable[..., Workload]) -> None:
+    """GIVEN a user's own class called Linear WHEN it adds its bias to a product THEN that sum is a new tensor."""
+    trace = record(workload_of(lambda: nn.Sequential(Linear(WIDTH, WIDTH), nn.Tanh()), lambda: torch.ones(ROWS, WIDTH)))
+    assert [module.class_name for module in trace.modules[1:]] == [f"{__name__}.Linear", "Tanh"]
+    assert with_biases_in_place(trace.steps[-1], trace.names, trace.modules) == trace.steps[-1]
 
 
 def test_a_product_that_outlives_the_sum_is_left_alone(workload_of: Callable[..., Workload]) -> None:
     """GIVEN a linear layer's step in which the product is alive after the sum THEN nothing changes."""
-    trace = record(workload_of(lambda: Linear(WIDTH, WIDTH), lambda: torch.ones(ROWS, WIDTH)))
+    trace = record(workload_of(reading_its_product, lambda: torch.ones(ROWS, WIDTH)))
     step = trace.steps[-1]
     product = next(op for op in step.ops if trace.names[op.name] == "aten.mm.default")
     assert trace.modules[product.module].class_name == "Linear"
