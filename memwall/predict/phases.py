@@ -206,10 +206,13 @@ def _outliving(step: Step) -> list[Storage]:
     What dies after the last operation, as gradients do, dies at the same number as what lives on.
     """
     num_ops = len(step.ops)
-    return [
-        storage
-        for storage in step.storages
-        if storage.death >= num_ops
-        and (storage.birth < 0 or storage.category == "optimizer_state")
-        and storage.device_type == "cuda"
-    ]
+    last = [storage for storage in step.storages if storage.death >= num_ops and storage.device_type == "cuda"]
+    found = [storage for storage in last if storage.birth < 0 or storage.category == "optimizer_state"]
+    replaced = {(s.nbytes, s.dtype) for s in step.storages if s.birth < 0 and s.death < num_ops and _is_raw(s)}
+    made_anew = (s for s in last if s.birth >= 0 and _is_raw(s) and (s.nbytes, s.dtype) in replaced)
+    return [*found, *(msgspec.structs.replace(storage, category="input") for storage in made_anew)]
+
+
+def _is_raw(storage: Storage) -> bool:
+    """Tells whether it may be a random state, which a step finds or makes anew."""
+    return storage.dtype == "uint8" and storage.category in ("input", "temporary", "activation")

@@ -9,6 +9,7 @@ import torch
 from plans import a_plan
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.checkpoint import checkpoint
 
 from memwall.machine.hardware import hardware_named
 from memwall.planning.device_phases import with_evaluation
@@ -199,6 +200,29 @@ def test_after_seeding_the_random_state_of_dropout_is_made_anew(workload_of: Cal
     old, new = (storage for storage in after.storages if storage.nbytes == 3 * MIB)
     assert (old.birth, new.death) == (-1, len(after.ops))
     assert 0 <= new.birth < old.death <= new.birth + 2
+
+
+def test_a_checkpoint_has_the_random_state_made_anew_when_it_recomputes(workload_of: Callable[..., Workload]) -> None:
+    """Source: torch/utils/checkpoint.py, `set_device_states`, ahead of each recomputation, and `fork_rng` behind it."""
+
+    class Checkpointed(First):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    batch = lambda: torch.ones(SAMPLES, TOKENS, WIDTH, requires_grad=True)  # noqa: E731
+    workload = workload_of(lambda: Checkpointed(lstm(num_layers=2, dropout=0.1)), batch)
+    hardware = hardware_named("h100-80gb")
+    recording = recording_for(hardware)
+    run = record_fake_run(workload, batch, workspaces=recording.workspaces, choices=recording.choices())
+    first, steady = translated(run.training, hardware).steps
+    old, forward, backward = (storage for storage in steady.storages if storage.nbytes == 3 * MIB)
+    assert old.birth == -1
+    assert forward.birth < old.death <= forward.birth + 2
+    assert backward.birth < forward.death <= backward.birth + 2
+    assert backward.death == len(steady.ops)
+    found = Phases((first, steady), None).peaks(profile_for("2.13.0")[0])
+    assert found is not None
+    assert found["save"].allocated_bytes >= 3 * MIB
 
 
 def test_a_plan_counts_the_random_state_that_is_made_anew(workload_of: Callable[..., Workload]) -> None:

@@ -55,7 +55,14 @@ class _RandomState:
 def cuda_recurrent() -> Iterator[None]:
     """Has recurrent layers and cells call CUDA's operators, within."""
     random_state = _RandomState()
+
+    def set_state(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        random_state.is_seeded()
+        original(*args, **kwargs)
+
     with hearing_seeds(random_state.is_seeded), Patches("runs recurrent layers as CUDA does") as patches:
+        # A checkpoint sets the state of the CPU before it recomputes and after that, and that of a device as well.
+        patches.wrap(torch, "set_rng_state", set_state)
         if recurrent_functions is not None:  # without them such layers are recorded as the CPU runs them
             for mode, name in enumerate(_FUNCTIONS):
                 patches.wrap(recurrent_functions, name, partial(_run_layer, mode, random_state))
