@@ -14,6 +14,7 @@ import memwall
 from memwall.apply.blocks.executor import BlockExecutor, BlockLayer
 from memwall.machine.meter import process_bytes, return_free_memory
 from memwall.planning.action import Action
+from memwall.planning.techniques.accumulate import Accumulate
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.recompute import Recompute
 from memwall.session.loop.longer_batch import Shape, batch_shapes
@@ -89,6 +90,12 @@ def test_all_that_is_done_to_a_block_counts_and_what_is_not_known_is_all_there_i
     assert spared((8, 40), actions=[block(0, 0.1), moved]) == set()
     assert spared((8, 32), actions=[block(0, 0.1), moved]) == {"blocks.0"}
     assert spared((8, 40), actions=[block(0, 0.1, saved=None)]) == set()
+
+
+def test_a_part_of_a_batch_that_the_plan_divides_is_no_short_one() -> None:
+    """GIVEN a last batch of one part WHEN the next step begins THEN its parts are what the plan has counted on."""
+    divided = Accumulate(micro_batch=2, num_micro_batches=4)
+    assert spared((2, 64), actions=[*THREE, divided]) == set()
 
 
 def test_a_block_that_is_left_alone_runs_as_it_is_until_it_is_not() -> None:

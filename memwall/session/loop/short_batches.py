@@ -10,6 +10,7 @@ import logging
 from typing import NamedTuple
 
 from memwall.planning.planfile import Plan
+from memwall.planning.techniques.accumulate import Accumulate
 from memwall.session.loop.longer_batch import Shape, growth_of
 from memwall.trace.records import Trace
 
@@ -35,8 +36,11 @@ class ShortBatches:
 
     def __init__(self, trace: Trace, plan: Plan, recorded: tuple[Shape, ...]) -> None:
         self.plan, self._is_told = plan, False
-        # Of a trace that has come back, as that of a stage has, they are not known.
-        self._recorded = recorded if recorded and recorded[0] == trace.input_shape else ()
+        # Of a trace that has come back, as that of a stage has, they are not known. Under a plan that divides batches
+        # each part is smaller than what was recorded, and the plan counts on that.
+        is_divided = any(isinstance(action, Accumulate) for action in plan.actions)
+        is_known = bool(recorded) and recorded[0] == trace.input_shape and not is_divided
+        self._recorded = recorded if is_known else ()
         fixed = sum(s.nbytes for s in trace.steps[0].storages if s.category in _STANDING)
         self._passing_bytes = max(0, plan.forecast.steady_process_bytes - trace.base_bytes - fixed)
         blocks: dict[str, _Treated] = {}
