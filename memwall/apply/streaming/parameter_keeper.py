@@ -28,8 +28,9 @@ from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
-# What a step makes beside parameters and gradients, at least: small tensors, graph nodes, Python objects.
-_SLACK_BYTES = 16 << 20
+# What a step makes beside parameters, gradients and what passes to disk, at least: small tensors, graph nodes, Python
+# objects, and what a layer computes and its operator takes for itself.
+_SLACK_BYTES = 40 << 20
 
 
 def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:

@@ -17,6 +17,7 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.streaming import parameter_keeper
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
+from memwall.planning.menu import WINDOW_BYTES
 from memwall.predict.first_step import FirstStep
 from memwall.session import live_plan
 from memwall.session.live_plan import Revision
@@ -62,6 +63,20 @@ def test_a_step_that_is_recorded_once_more_leaves_them_where_they_are(without_ro
     for _ in range(2):
         assert keeper.spill_recorded(model, optimizer, allocator, budget_bytes=1 << 40)
         assert keeper.absent_bytes > 400 * KIB
+    keeper.bring_back()
+
+
+@pytest.mark.parametrize("left_mib", [30, 50], ids=["nothing left for operators", "some left"])
+def test_a_budget_must_have_room_for_what_layers_compute_too(
+    left_mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN room for gradients and for what passes to disk THEN a first step in memory passed its budget."""
+    monkeypatch.setattr(parameter_keeper, "process_bytes", lambda: 400 << 20)
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+    budget_bytes = (400 + left_mib << 20) + WINDOW_BYTES + sum(one.nbytes for one in model.parameters())
+    keeper = ParameterKeeper(str(tmp_path), None)
+    optimizer = torch.optim.Adam(model.parameters())
+    assert keeper.spill_recorded(model, optimizer, AllocatorHandler(), budget_bytes=budget_bytes) == (left_mib == 30)
     keeper.bring_back()
 
 
