@@ -368,4 +368,25 @@ MUTATIONS = (
         "",
         ("tests/integrations/test_dlrover.py",),
     ),
+    Mutation(
+        "gradients that are averaged after backward lose the signs of zeros",
+        "memwall/torch_internals/reducer.py",
+        "torch.full((), -0.0,",
+        "torch.full((), 0.0,",
+        ("tests/torch_internals/test_names.py",),
+    ),
+    Mutation(
+        "what a failed backward has left in a gathered parameter is added to the gradient of the step done again",
+        "memwall/torch_internals/sharding.py",
+        "            whole.grad = None\n",
+        "            pass\n",
+        ("tests/session/ranks/test_joint_parts.py",),
+    ),
+    Mutation(
+        "a reducer holds its process group last, since the script has closed it, and waits for ever",
+        "memwall/session/session.py",
+        "        keep_groups(model)\n",
+        "",
+        ("tests/session/test_parallel.py",),
+    ),
 )
