@@ -46,7 +46,7 @@ def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, rows:
                 options.append(Option(name=name, extra_seconds=seconds, moved_bytes=moved[name]))
                 treatments.append(treatment)
     number = model.blocks.index(block)
-    op_names = tuple(model.names[model.step.ops[op].name] for op in model.counted_ops(block.calls[0]))
+    op_names = tuple(model.names[model.step.ops[op].name] for op in model.counted_ops(block.calls[block.first_trained]))
     freed = tuple(0 if t is None else rows.freed_bytes(number, t) for t in treatments)
     return Menu(
         block=block,

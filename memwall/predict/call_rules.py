@@ -41,6 +41,11 @@ class BlockCalls(Struct, frozen=True, kw_only=True):
     calls: tuple[ModuleCall, ...]
     saved: tuple[tuple[int, ...], ...]
 
+    @property
+    def first_trained(self) -> int:
+        """Returns the number of the first call that has a backward: another one says not what is written before it."""
+        return next((number for number, call in enumerate(self.calls) if call.backward_start >= 0), 0)
+
 
 class Moved(NamedTuple):
     """Says what of a storage leaves the device and comes back."""

@@ -181,3 +181,32 @@ def test_of_several_random_operations_only_the_last_is_ever_kept() -> None:
         assert len(drawn) == 2
         assert drawn[0] not in kept
         assert drawn[1] in kept
+
+
+def test_what_is_overwritten_is_not_kept_where_a_call_without_a_backward_came_first() -> None:
+    """GIVEN norms whose results are written in place WHEN the model is first called for its values alone THEN no
+    result of a norm is kept: backward would be given what was written."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        model(batch)
+        return model(batch).square().mean()
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.ReLU(inplace=True))
+
+    trace = record(
+        Workload(
+            model=lambda: nn.Sequential(*(block() for _ in range(3))),
+            batch=lambda: torch.randn(2, 4, 16, 16),
+            loss=loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ),
+        num_steps=1,
+    )
+    step, norm = trace.steps[0], "aten.native_batch_norm.default"
+    ops = tuple(msgspec.structs.replace(op, seconds=1.0 if trace.names[op.name] == norm else 0.3) for op in step.ops)
+    model = StepModel(msgspec.structs.replace(step, ops=ops), trace.names, find_blocks(trace, step))
+    menus = build_menus(trace, model, Costs(copy_seconds_per_byte=0.0, min_bytes=1024, can_offload=False))
+    kept = {menu.op_names[number] for menu in menus for one in menu.treatments if one for number in one.kept_ops}
+    assert any(norm in menu.op_names for menu in menus)
+    assert norm not in kept

@@ -113,7 +113,7 @@ def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ..
     Candidates make new storages that nobody writes to later; views and in-place operations always run again. A random
     operation that is kept draws nothing when the others run again, so none may come after it.
     """
-    step, call, saved = model.step, block.calls[0], block.saved[0]
+    step, call, saved = model.step, block.calls[block.first_trained], block.saved[block.first_trained]
     if any(model.names[op.name] == COMPILED_CODE for op in step.ops[call.start : call.end]):
         return []  # compiled code runs as a whole
     again = set(model.recomputed_ops(call, saved, Treatment(recompute=True)))
