@@ -59,7 +59,8 @@ class Redo:
             try:
                 for each in parts:
                     restore_random_states(each.random)
-                    is_joint = joint is not None and joint.are_careful(each.shapes, self._recovery.plan_hash)
+                    plan_hash = self._recovery.plan_hash
+                    is_joint = joint is not None and joint.are_careful(each.shapes, plan_hash, each.begin)
                     result = self._run(each, joint if is_joint else None, state)
                 self._gradients_after = self._gradients_now()
                 return cast(_T, result)

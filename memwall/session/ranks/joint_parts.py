@@ -6,6 +6,7 @@ beside backward. Under FSDP2 all say so before each collective of a unit as well
 run out, for all that is known: the first ones under a plan, and those of larger batches than have run under it.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -30,6 +31,7 @@ from memwall.torch_internals.sharding import (
 )
 from memwall.trace.records import Trace
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _OF_REPLICAS = ("c10d.broadcast_",)
@@ -86,6 +88,9 @@ class _Divided(Protocol):
     def begin(self) -> Any:
         """Returns how a part begins now: its loop may reduce gradients with another part."""
 
+    def reduces(self, begin: Any) -> bool:
+        """Returns whether a part that began like that reduces gradients."""
+
     def run(self, part: Callable[[], _T], begin: Any, meet: Callable[[], None]) -> _T:
         """Runs a part, which began like that, up to where it has failed on this rank or has not."""
 
@@ -104,6 +109,8 @@ class JointParts:
         self.begin, self.reset = divided.begin, divided.reset
         self._plan_hash = ""
         self._num_run = 0
+        self._are_uneven = False
+        """Whether ranks have divided a step into parts unlike each other: then nobody waits for another one's part."""
         self._tried: list[Shapes] = []
         """Batches that have run under the plan: those to which no other one is at least equal in each dimension."""
 
@@ -120,12 +127,23 @@ class JointParts:
             divided = None if parallel is None else _Replicas(parallel)
         return None if divided is None else cls(ranks, divided)
 
-    def are_careful(self, shapes: Shapes, plan_hash: str) -> bool:
-        """Agrees with the other ranks whether memory may run out in the next part, so that `run` has to run it."""
+    def are_careful(self, shapes: Shapes, plan_hash: str, begin: Any) -> bool:
+        """Agrees with the other ranks whether memory may run out in the next part, so that `run` has to run it.
+
+        Where a rank accumulates gradients in a part in which another one reduces them already, it has more parts, and
+        they agree on nothing from then on: one would wait here, and one in its backward.
+        """
+        if self._are_uneven:
+            return False
         if plan_hash != self._plan_hash:
             self._plan_hash, self._num_run, self._tried = plan_hash, 0, []
         is_known = self._num_run >= _NUM_CAREFUL and any(_covers(tried, shapes) for tried in self._tried)
-        return any(self._ranks.largest((int(not is_known),)))
+        reduces = self._divided.reduces(begin)
+        is_careful, is_last, goes_on = map(bool, self._ranks.largest((not is_known, reduces, not reduces)))
+        self._are_uneven = is_last and goes_on
+        if self._are_uneven:
+            _log.warning("ranks accumulate over unlike numbers of batches; none does a step again from now on")
+        return is_careful and not self._are_uneven
 
     def run(self, part: Callable[[], _T], shapes: Shapes, begin: Any, tell: Tell) -> _T:
         """Runs a part on all ranks, or finds that one of them cannot.
@@ -184,6 +202,9 @@ class _Replicas:
         parallel = self._present
         return parallel.require_backward_grad_sync, parallel.require_forward_param_sync
 
+    def reduces(self, begin: tuple[bool, bool]) -> bool:
+        return begin[0]
+
     def run(self, part: Callable[[], _T], begin: tuple[bool, bool], meet: Callable[[], None]) -> _T:
         parallel = self._present
         _, parallel.require_forward_param_sync = begin
@@ -214,6 +235,10 @@ class _Shards:
 
     def begin(self) -> Any:
         return gradient_syncs(self._root)
+
+    def reduces(self, begin: Any) -> bool:
+        """Says so of all parts: each gathers parameters, so that ranks have equally many."""
+        return True
 
     def run(self, part: Callable[[], _T], begin: Any, meet: Callable[[], None]) -> _T:
         with meeting_before_collectives(self._root, meet), with_gradient_syncs(self._root, begin):
