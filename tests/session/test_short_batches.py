@@ -28,13 +28,20 @@ def block(number: int, cost_seconds: float, saved: int | None = 40) -> Recompute
     return Recompute(block=f"blocks.{number}", saved_bytes=saved_bytes, cost_seconds=cost_seconds)
 
 
-def spared(*shapes: Shape, actions: Sequence[Action], recorded: Sequence[Shape] = ((8, 64),)) -> set[str]:
+def spared(
+    *shapes: Shape, actions: Sequence[Action], recorded: Sequence[Shape] = ((8, 64),), workspace: int = 0
+) -> set[str]:
     """Tells of a plan that holds 220 MiB: 100 before the step, 20 of weights, and 100 that grow with the batch."""
     storages = (
         SimpleNamespace(nbytes=20 * MIB, category="parameter"),
         SimpleNamespace(nbytes=60 * MIB, category="activation"),
     )
-    trace = SimpleNamespace(base_bytes=100 * MIB, input_shape=recorded[0], steps=(SimpleNamespace(storages=storages),))
+    trace = SimpleNamespace(
+        base_bytes=100 * MIB,
+        workspace_bytes=workspace * MIB,
+        input_shape=recorded[0],
+        steps=(SimpleNamespace(storages=storages),),
+    )
     forecast = SimpleNamespace(steady_process_bytes=220 * MIB)
     plan = SimpleNamespace(actions=actions, forecast=forecast)
     return set(ShortBatches(cast(Any, trace), cast(Any, plan), tuple(recorded)).spared(shapes))
@@ -60,6 +67,11 @@ THREE = (block(0, 0.1), block(1, 0.3), block(2, 0.2))
 )
 def test_the_dearest_blocks_that_have_room_are_left_alone(shape: Shape, expected: set[str]) -> None:
     assert spared(shape, actions=THREE) == expected
+
+
+def test_what_the_process_has_beside_tensors_does_not_shrink_with_the_batch() -> None:
+    assert len(spared((8, 32), actions=THREE, workspace=15)) == 2  # 85 MiB shrink
+    assert len(spared((8, 32), actions=THREE, workspace=50)) == 1
 
 
 def test_of_several_tensors_the_one_that_shrinks_least_counts() -> None:

@@ -42,7 +42,9 @@ class ShortBatches:
         is_known = bool(recorded) and recorded[0] == trace.input_shape and not is_divided
         self._recorded = recorded if is_known else ()
         fixed = sum(s.nbytes for s in trace.steps[0].storages if s.category in _STANDING)
-        self._passing_bytes = max(0, plan.forecast.steady_process_bytes - trace.base_bytes - fixed)
+        # Nor does a length change what the process has beside tensors.
+        fixed += trace.base_bytes + trace.workspace_bytes
+        self._passing_bytes = max(0, plan.forecast.steady_process_bytes - fixed)
         blocks: dict[str, _Treated] = {}
         for action in plan.actions:
             path = getattr(action, "block", "")
