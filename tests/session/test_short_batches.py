@@ -61,6 +61,8 @@ THREE = (block(0, 0.1), block(1, 0.3), block(2, 0.2))
         ((8, 16), {"blocks.0", "blocks.1", "blocks.2"}),
         ((4, 96), set()),  # what attention holds grows with the square
         ((16, 96), set()),
+        ((16, 16), set()),  # twice the length of a fourth of the samples, where the length comes first
+        ((16, 4), {"blocks.0", "blocks.1", "blocks.2"}),
         ((8, 4, 4), set()),  # not to be compared
         ((), set()),
     ],

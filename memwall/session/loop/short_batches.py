@@ -77,8 +77,12 @@ class ShortBatches:
 
 
 def _growth(shapes: tuple[Shape, ...], recorded: tuple[Shape, ...]) -> float | None:
-    """Returns the most that tensors have grown by, of those with more than samples where there are any."""
+    """Returns the most that tensors have grown by, of those with more than samples where there are any.
+
+    The first dimension may be the length, as in torch's own transformers: where it grows, it counts as one as well.
+    """
     if [*map(len, shapes)] != [*map(len, recorded)] or any(0 in shape for shape in (*shapes, *recorded)):
         return None
     pairs = [*zip(shapes, recorded, strict=True)]
-    return max((growth_of(*pair) for pair in [pair for pair in pairs if len(pair[0]) > 1] or pairs), default=None)
+    counted = [pair for pair in pairs if len(pair[0]) > 1] or pairs
+    return max((growth_of(now, then) * max(1.0, now[0] / then[0]) for now, then in counted), default=None)
