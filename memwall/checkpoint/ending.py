@@ -1,6 +1,6 @@
 """Ends a run that is told to end (SIGTERM, Ctrl-C) where it loses nothing: once the step that runs is committed.
 
-Who sends SIGTERM sends SIGKILL soon after, often in ten seconds. A step that would not be committed in eight is not
+Who sends SIGTERM sends SIGKILL soon after, often in ten seconds. A step that would not be committed in seven is not
 waited for: the run ends at once, at the last committed one. Where the script has a handler of its own that stays.
 
 Python hears a signal between two operations alone, and all of a backward may be one. A thread looks after that. What a
@@ -25,10 +25,10 @@ from memwall.patches import Patches, note_permanent
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE_SECONDS = 8.0
+_PATIENCE_SECONDS = 7.0
 _LAST_SECONDS = 0.5
 """Time that is left after that to an operation that does not end."""
-_MOST_SECONDS, _LEAST_SECONDS = 7.7, 0.3
+_MOST_SECONDS, _LEAST_SECONDS = 6.7, 0.3
 """Time from SIGTERM until Python's own end is cut short, and what that has in any case.
 
 Beside other work the system may take two seconds more to take a process down.
