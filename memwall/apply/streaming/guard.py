@@ -171,10 +171,10 @@ def _references_of_passing() -> int:
     this torch cannot guard a parameter at all, and where this module is imported within a transform of torch.func, in
     which nobody may assign: no plan moves parameters in such a run.
     """
-    if execution_is_transformed():
-        return 0
     probe, held = _Counting(torch.empty(1)), torch.empty(1)
     try:
+        if execution_is_transformed():
+            return 0
         probe.data = held
     except NotAvailableError:
         return 0
