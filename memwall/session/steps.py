@@ -1,6 +1,5 @@
 """The steps of one run: which of them are recorded, when a plan is made and applied, what is looked at after each."""
 
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
@@ -8,19 +7,17 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from memwall.apply.applied import AppliedPlan
 from memwall.apply.microbatch import tensors_in
 from memwall.apply.offload.parking import close_unneeded
 from memwall.errors import InfeasibleError, MemwallError, NoEffectError, RankError
 from memwall.session.live_plan import LivePlan
 from memwall.session.loop.changes import LoopChanges
-from memwall.session.loop.longer_batch import Shape
-from memwall.session.loop.short_batches import ShortBatches
+from memwall.session.loop.spared_blocks import SparedBlocks
 from memwall.session.loop.turns import FirstTurns
 from memwall.session.measurements import Measurements
 from memwall.session.ranks.joint_parts import JointParts
 from memwall.session.ranks.shared_plan import tell_of_failure
-from memwall.session.recovery import Recovery, excess_bytes
+from memwall.session.recovery import Recovery
 from memwall.session.redo import Redo
 from memwall.session.refusals import check_not_captured
 from memwall.session.step_borders import StepBorders
@@ -33,11 +30,9 @@ from memwall.session.watch.step_metrics import StepLog
 from memwall.torch_internals.compiler import is_compiled
 from memwall.torch_internals.dispatch import end_stand_in, out_of_inference_mode
 from memwall.trace.together import models_of
-from memwall.units import format_bytes
 
 State = Literal["waiting", "recording", "recorded", "running", "closed"]
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 # An average of the weights is kept by a state dict after each step. That is no checkpoint, and page faults cost time.
@@ -82,12 +77,7 @@ class Steps:
         )
         self._first_turns = FirstTurns()
         self._changes = LoopChanges(self.live, self.borders, self.recovery)
-        self._short: ShortBatches | None = None
-        self._recorded_shapes: tuple[Shape, ...] = ()
-        """What the model was called with in the last step that was recorded."""
-        self._has_spared = False
-        """Whether the step that goes on leaves blocks alone."""
-        self._can_spare = True
+        self._spared = SparedBlocks(self.borders, self.live)
         self._num_checked = 0
         """Steps whose effects were looked at: once in each, when all that it called has been stepped."""
         self._is_applied_inside = False
@@ -108,6 +98,7 @@ class Steps:
             self.borders.attach_instead(model)
             return
         self._changes.outgrow(model)
+        self._joint, self._is_joint_known = None, False
 
     def redoable(self, part: Callable[[], _T], batch: Any = None) -> _T:
         """Runs a part of a training step, which may be run again.
@@ -145,7 +136,7 @@ class Steps:
             self.batch_begins()
         if self.state != "running" or self.live.trace is None:
             return None
-        if not self._is_joint_known:
+        if not self._is_joint_known and not self.borders.in_step:
             self._is_joint_known = True
             self._joint = JointParts.of(self.live.ranks, self.borders.attached_model, self.live.trace)
         if self._joint is not None and not self.borders.in_step:
@@ -326,7 +317,7 @@ class Steps:
             self.failure = error.without_frames()
             raise
         if self.state == "recording":
-            self._recorded_shapes = self.borders.batch_shapes
+            self._spared.note_recorded()
         if self.state == "running":
             self.live.in_effect.device_budget.begin_step()
             is_same = self.live.in_effect.num_changes == num_changes
@@ -343,39 +334,12 @@ class Steps:
             if self._has_room:  # malloc may keep what a save or an evaluation has freed
                 self.live.in_effect.allocator.trim(generation=1)
             self.live.in_effect.applied.begin_step()
-            self._spare_blocks(self.live.in_effect.applied)
+            self._spared.begin_step(self.live.in_effect.applied)
             if self.borders.is_stepped_by_hand:
                 self.live.in_effect.leave_room_in_step()
             self.live.in_effect.device_budget.watch_step(can_be_redone=self._redo.is_used)
         self.log.begin_step()
         self._clock.begin(device)
-
-    def _spare_blocks(self, applied: AppliedPlan) -> None:
-        """Has a batch that is shorter than the plan's leave blocks alone, where a step is one forward of one process.
-
-        Ranks have to run blocks equally often, since some wait for each other within. On CUDA it was not tried what is
-        left of segments where lengths change.
-        """
-        plan, trace, self._has_spared = self.live.plan, self.live.trace, False
-        if plan is None or trace is None or trace.device != "cpu" or self.live.ranks is not None or not self._can_spare:
-            return
-        if self._short is None or self._short.plan is not plan:
-            self._short = ShortBatches(trace, plan, self._recorded_shapes)
-        if self.borders.had_one_forward:
-            applied.spare(self._short.spared(self.borders.batch_shapes))
-            self._has_spared = bool(applied.blocks.spared)
-
-    def _is_misjudged(self) -> bool:
-        """Tells whether a step that left blocks alone took more than foreseen; then no further one does."""
-        plan = self.live.plan
-        num_bytes = excess_bytes(plan, self.measured.last_peak_bytes) if self._has_spared and plan is not None else 0
-        if num_bytes:
-            self._can_spare = False
-            _log.warning(
-                "a step with a short batch used %s more than foreseen; all of the plan is done in every step again",
-                format_bytes(num_bytes),
-            )
-        return num_bytes > 0
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Moves the state that has no room to disk, in a step that is recorded; in others gradients must be right.
@@ -402,7 +366,7 @@ class Steps:
         self._watch.look(peak_bytes)
         if self.log.on_step is not None:
             self._log_step(peak_bytes, is_first=is_first, is_planned=is_planned)
-        if is_planned and not self._is_misjudged():
+        if is_planned and not self._spared.were_misjudged(self.measured.last_peak_bytes):
             self.recovery.end_step(self.measured.last_peak_bytes)
         if not self.borders.in_step and self._num_checked < self.measured.num_steps:
             self._num_checked = self.measured.num_steps

@@ -116,7 +116,10 @@ class JointParts:
 
     @classmethod
     def of(cls, ranks: Ranks, model: nn.Module, trace: Trace) -> "JointParts | None":
-        """Returns what runs a model's parts; None where ranks wait for each other in ways that it does not know."""
+        """Returns what runs a model's parts; None where ranks wait for each other in ways that it does not know.
+
+        All of them have to know: one may still hold a DistributedDataParallel that another one has let go of.
+        """
         names = {trace.names[op.name] for step in trace.steps for op in step.ops if op.phase == "forward"}
         met = [name for name in names if name.startswith(_COLLECTIVES)]
         divided: _Divided | None = None
@@ -125,7 +128,8 @@ class JointParts:
         elif _are(met, _OF_REPLICAS):
             parallel = _around(model)
             divided = None if parallel is None else _Replicas(parallel)
-        return None if divided is None else cls(ranks, divided)
+        is_unknown = any(ranks.largest((int(divided is None),)))
+        return None if divided is None or is_unknown else cls(ranks, divided)
 
     def are_careful(self, shapes: Shapes, plan_hash: str, begin: Any) -> bool:
         """Agrees with the other ranks whether memory may run out in the next part, so that `run` has to run it.

@@ -142,7 +142,31 @@ def all_of(cases, **divided):
     memwall.session.recovery.MAX_ATTEMPTS = most
     return dict(plain=plain, sure=sure, plain_of=plain_of, again=again, parts=parts, uneven=uneven, ends=ends)
 
-found(ddp=all_of(os.environ["CASES"], fsdp2=False), fsdp2=all_of(os.environ["CASES"], fsdp2=True))
+def replaced():
+    "What comes of a script that trains another model from its third step on, and lets go of the first one."
+    def made():
+        inner = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        model = DistributedDataParallel(inner)
+        return inner, model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    inner, model, optimizer = made()
+    session, are_equal = memwall.fit(inner, optimizer, budget="1TiB", disk=tempfile.mkdtemp()), []
+    for step in range(1, 5):
+        if step == 3:
+            inner, model, optimizer = made()
+            session.train_also(inner)
+            session.add_optimizer(optimizer)
+        optimizer.zero_grad()
+        session.compute_gradients(torch.randn(32, 64), lambda rows: model(rows).square().mean())
+        gradient = next(model.parameters()).grad
+        of_all = [torch.empty_like(gradient) for _ in range(2)]
+        distributed.all_gather(of_all, gradient)
+        are_equal.append(torch.equal(*of_all))
+        optimizer.step()
+    session.close()
+    return are_equal
+
+found(ddp=all_of(os.environ["CASES"], fsdp2=False), fsdp2=all_of(os.environ["CASES"], fsdp2=True), replaced=replaced())
 """
 
 
@@ -209,6 +233,10 @@ def test_all_end_where_it_cannot_be_done_again(found: list[dict[str, Any]]) -> N
         assert other.startswith("RankError: ")
         assert reasons[case] in other
         assert "rank 1 of 2" in other
+
+
+def test_a_model_that_takes_the_place_of_another_is_reduced_as_it_was(both: list[dict[str, Any]]) -> None:
+    assert [rank["replaced"] for rank in both] == [[True] * 4] * 2
 
 
 def test_another_failure_ends_all(found: list[dict[str, Any]]) -> None:
