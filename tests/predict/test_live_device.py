@@ -51,7 +51,7 @@ def test_an_allocator_that_is_full_gives_back_what_it_keeps(
     workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
 ) -> None:
     """A step fits wherever the real allocator would find room: down to the least budget, and not a segment below."""
-    layers = [nn.Linear(256, width) for width in (256, 8192, 2048, 16384)]
+    layers = [nn.Linear(256, width) for width in (16384, 256, 8192)]
     blocks = (nn.Sequential(layer, nn.GELU(), nn.Linear(layer.out_features, 256)) for layer in layers)
     model = nn.Sequential(*blocks)
     trace = recorded(workload_of(lambda: model, lambda: torch.zeros(512, 256)), "h100-80gb")
