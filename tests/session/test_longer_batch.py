@@ -87,7 +87,7 @@ def test_a_refusal_of_a_longer_batch_says_that_it_came() -> None:
             InfeasibleError, match=r"\nthe run has had a plan before: a longer batch came: .* after \[64, 256\]"
         ),
     ):
-        train(model, optimizer, (64, 64, 1 << 16, 64))
+        train(model, optimizer, (64, 64, 1 << 15, 64))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: tuple[int, ...]) -> None:

@@ -15,6 +15,8 @@ from memwall.errors import ApplyError, MemwallError
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+DISK = tempfile.mkdtemp()
+
 class Block(nn.Module):
     "Random numbers, statistics that a forward changes, and more activations than weights."
     def __init__(self):
@@ -66,7 +68,7 @@ def trained(place="", who=(), times=1, num_parts=1, asked="4.00 MiB", at=2, bare
     torch.manual_seed(10 + rank)
     session = None
     if not bare:
-        session = memwall.fit(inner, optimizer, budget="1TiB", disk=tempfile.mkdtemp())
+        session = memwall.fit(inner, optimizer, budget="1TiB", disk=DISK)
     message = ""
     try:
         for step in range(1, 4):
@@ -129,11 +131,11 @@ def all_of(cases, **divided):
     # Under FSDP2 each part gathers parameters, so that torch itself has no such loops.
     uneven = [] if divided["fsdp2"] else [trained(bare=bare, accumulates=True, uneven=1) for bare in (True, False)]
     joint_parts._NUM_CAREFUL, before = 1, joint_parts._NUM_CAREFUL
-    sure = those(counted, {"smaller": dict(last=100),
-                           "larger fails": dict(place="forward", who=(1,), at=3, last=513),
-                           "as large fails": dict(place="forward", who=(0, 1), at=3)},
-                 {"as large": {}, "larger": dict(last=513)})
-    plain_of = {rows: trained(bare=True, last=rows, **divided)[0] for rows in (513, 100)}
+    few = {"larger fails": dict(place="forward", who=(1,), at=3, last=513),
+           "as large fails": dict(place="forward", who=(0, 1), at=3)}
+    sure = those(counted, few, {"smaller": dict(last=100), "as large": {}, "larger": dict(last=513)})
+    plain_of = {rows: trained(bare=True, last=rows, **divided)[0]
+                for rows in ((513,) if cases == "few" else (513, 100))}
     joint_parts._NUM_CAREFUL = before
     ends = those(trained, {"another error": dict(place="a mistake", who=(1,))},
                  {"no plan": dict(place="forward", who=(1,), asked="900.00 GiB")})
@@ -150,7 +152,7 @@ def replaced():
         return inner, model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
     inner, model, optimizer = made()
-    session, are_equal = memwall.fit(inner, optimizer, budget="1TiB", disk=tempfile.mkdtemp()), []
+    session, are_equal = memwall.fit(inner, optimizer, budget="1TiB", disk=DISK), []
     for step in range(1, 5):
         if step == 3:
             inner, model, optimizer = made()
@@ -210,12 +212,12 @@ def test_steps_that_have_room_are_run_as_without_that(found: list[dict[str, Any]
         bits, num_recoveries, message, _ = sure.pop("as large fails")
         expected = {  # one part may be done again: that of the second step; the first one is recorded
             "as large": [rank["plain"]["1"][0], 0, "", 1],
-            "smaller": [of[100], 0, "", 1],
+            "smaller": [of.get(100), 0, "", 1],
             "larger": [of[513], 0, "", 2],
             "larger fails": [of[513], 1, "", 2],
         }
         assert sure == {case: expected[case] for case in sure}
-        assert {"smaller", "larger fails"} <= sure.keys()
+        assert "larger fails" in sure
         assert (bits, num_recoveries) == ("", 0)
         assert "the others wait for its part of this step" in message
 
