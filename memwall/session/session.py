@@ -318,8 +318,8 @@ class Session:
         """Runs forward and backward of a batch, in micro-batches where the plan has them; returns the batch's loss.
 
         Where memory runs out, the whole step is done again from the state it began with, under a plan that follows from
-        the failure: at most three times in a run. Ranks in DistributedDataParallel or FSDP2 do it again together if it is
-        one of the first steps under a plan or has a larger batch than those before; in the former such steps average
+        the failure: at most three times in a run. Ranks in DistributedDataParallel or FSDP2 do it again together if it
+        is one of the first steps under a plan or has a larger batch than those before; in the former such steps average
         gradients when backward has ended, not while it runs.
 
         Example::
