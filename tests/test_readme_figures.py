@@ -147,11 +147,11 @@ def test_how_soon_a_run_is_gone_after_sigterm_is_what_was_measured() -> None:
     alone, beside = measured["alone"], measured["beside_others"]
     assert f"gone after {alone['most_seconds']:.1f} s at most, and after {beside['most_seconds']:.1f} s beside" in PAGE
     assert f"beside {beside['num_beside']} busy processes" in PAGE
-    assert alone["num_runs"] == beside["num_runs"] == 2
-    assert "in two runs each" in PAGE
-    lost = f"{beside['num_steps_lost']} step, of {beside['step_seconds']:.1f} s, was done and not committed"
-    assert f"beside them {lost}" in PAGE
-    assert alone["num_steps_lost"] == 0
+    assert alone["num_runs"] == beside["num_runs"] == 3
+    assert "in three runs each" in PAGE
+    assert f"beside them a step took {beside['step_seconds']:.1f} s, and each that was done was committed" in PAGE
+    assert alone["num_steps_lost"] == beside["num_steps_lost"] == 0
+    assert beside["most_seconds"] < 10
 
 
 def test_the_table_of_knobs_is_the_measured_one(knobs: dict[str, Any]) -> None:
