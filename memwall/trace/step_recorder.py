@@ -21,7 +21,7 @@ from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
 from memwall.torch_internals.compiler import calls_as_one, inside_compiled, is_compiled, is_region, unseen
 from memwall.torch_internals.dispatch import StepMode, leave_mode
-from memwall.torch_internals.operators import num_flops, written_places
+from memwall.torch_internals.operators import num_flops
 from memwall.torch_internals.sharding import is_sharding_unit, local_part
 from memwall.trace.attached import attach_hook
 from memwall.trace.device_timer import DeviceTimer
@@ -29,6 +29,7 @@ from memwall.trace.event_log import EventLog
 from memwall.trace.gathered import Gathered
 from memwall.trace.modules import ModuleTable, as_moved
 from memwall.trace.op_work import OpWork, own_work_of, work_of
+from memwall.trace.operator_arguments import numbers_among, tensors_among, written_among
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Phase
 from memwall.trace.recurrent import plain_layers
@@ -59,42 +60,11 @@ class _Held:
         self.log.saved_released(self.index)
 
 
-def _tensors(values: Any, found: list[Tensor]) -> list[Tensor]:
-    """Collects tensors from the nesting that operator arguments have: tuples, lists, dicts; of a DTensor its part."""
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(local_part(value))
-        elif isinstance(value, (list, tuple)):
-            _tensors(value, found)
-        elif isinstance(value, dict):
-            _tensors(value.values(), found)
-        elif hasattr(value, "__dataclass_fields__"):
-            _tensors(vars(value).values(), found)
-    return found
-
-
 def _state_of(optimizers: Optimizers) -> list[Tensor]:
     found: list[Tensor] = []
     for optimizer in optimizers_of(optimizers):
-        _tensors(optimizer.state.values(), found)
+        tensors_among(optimizer.state.values(), found)
     return found
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Returns the tensors that an operator writes into, besides those that it makes."""
-    written = [args[place] for place, _ in written_places(func) if place < len(args)]
-    if "out" in kwargs:
-        written.append(kwargs["out"])
-    return _tensors(written, []) if written else []
-
-
-def _numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the integers among an operator's arguments, alone and in lists: sizes, dimensions, strides."""
-    return tuple(
-        tuple(value) if isinstance(value, (list, tuple)) else value
-        for value in args
-        if isinstance(value, int) or (isinstance(value, (list, tuple)) and all(isinstance(each, int) for each in value))
-    )
 
 
 class StepRecorder(StepMode):
@@ -268,7 +238,7 @@ class StepRecorder(StepMode):
             if torch.is_grad_enabled() and self._begins_step(module):
                 return  # the next step's: whoever records ends this one in a hook that runs after this
             self._set_phase("forward" if torch.is_grad_enabled() else "eval")
-            self._note_input(_tensors(args, []))
+            self._note_input(tensors_among(args, []))
         self.log.enter_call(index, next_sequence_number())
 
     def _note_input(self, tensors: list[Tensor]) -> None:
@@ -287,8 +257,8 @@ class StepRecorder(StepMode):
         index = self.table.index_of(module)
         if index < 0 or not self.log.call_stack:
             return
-        inputs = _tensors((*args, *kwargs.values()), [])
-        outputs = _tensors((output,), [])
+        inputs = tensors_among((*args, *kwargs.values()), [])
+        outputs = tensors_among((output,), [])
         self.log.leave_call(index, next_sequence_number(), inputs, outputs)
         if not self.log.call_stack and self._phase == "forward":
             self._note_input(inputs)
@@ -367,9 +337,9 @@ class StepRecorder(StepMode):
                 self._set_phase("backward")
         elif self._phase == "backward" and not self._in_optimizer and not log.call_stack:
             self._set_phase("other")
-        inputs = _tensors(args, [])
+        inputs = tensors_among(args, [])
         if kwargs:
-            _tensors(kwargs.values(), inputs)
+            tensors_among(kwargs.values(), inputs)
         is_code = is_region(func)
         name = func.__name__ if is_code else str(func)
         index = log.begin_op(name, self._phase, sequence, self._lines.of_op(func, node), inputs)
@@ -380,7 +350,7 @@ class StepRecorder(StepMode):
             log.workspaces(index, workspace.ahead)
             timing: AbstractContextManager[None] = nullcontext()
             if self._device_timer is not None:
-                key = (Workspaces.key_of(whole, inputs), _numbers(args))
+                key = (Workspaces.key_of(whole, inputs), numbers_among(args))
                 timing = self._device_timer.timing(index, key)
             if is_code:
                 inputs.clear()  # the code lets go of what it needs no longer, and so must whoever watches
@@ -390,8 +360,8 @@ class StepRecorder(StepMode):
         if is_code:  # what it makes inside becomes resident now, and nobody sees how much: in later steps it is there
             seconds = max(0.0, seconds - (kernel_seconds() - kernel))
         flops = 0 if is_code else num_flops(func, args, kwargs, out)
-        outputs = _tensors((out,), [])
-        changed = [] if is_code else _written(func, args, kwargs)
+        outputs = tensors_among((out,), [])
+        changed = [] if is_code else written_among(func, args, kwargs)
         if self._seconds_of is not None:
             own = own_work_of(func, args)
             seconds = self._seconds_of(work_of(str(func), flops, inputs, outputs, changed, own=own))
