@@ -1,4 +1,4 @@
-"""What it costs that ranks can do a step again together, where none fails: paired steps with and without, interleaved.
+"""Measures the cost of ranks doing a step again together, where none fails: paired steps with and without, in turns.
 
     python benchmarks/ranks_redo.py      # two gloo processes each under DDP and FSDP2; about three minutes
 

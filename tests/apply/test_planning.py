@@ -92,33 +92,24 @@ def test_an_evaluation_that_does_not_fit_is_refused_with_the_ways_out(trace: Tra
     planning.planned(trace, Settings(budget_bytes=4000 * MIB, first_step=first), AllocatorHandler())
 
 
+def workspace_of(trace: Trace, peak_bytes: int, **known: int) -> int:
+    """Returns the workspace that plans are made with, of a parked step that held so much at its peak."""
+    first = msgspec.structs.replace(trace.steps[0], process_peak_bytes=peak_bytes)
+    parked = msgspec.structs.replace(trace, is_parked=True, steps=(first,))
+    return calibrated(parked, base_bytes=100 * MIB, window_bytes=32 * MIB, min_bytes=64 << 10, **known).workspace_bytes
+
+
 @pytest.mark.parametrize("kept_bytes", [0, 5 * MIB])
 def test_free_pages_that_a_large_budget_had_room_for_are_no_workspace(trace: Trace, kept_bytes: int) -> None:
     """GIVEN the same step under two budgets, one with room for free pages THEN plans know the same of both."""
-
-    def workspace_of(peak_bytes: int, kept_bytes: int) -> int:
-        first = msgspec.structs.replace(trace.steps[0], process_peak_bytes=peak_bytes)
-        parked = msgspec.structs.replace(trace, is_parked=True, steps=(first,))
-        found = calibrated(
-            parked, base_bytes=100 * MIB, window_bytes=32 * MIB, min_bytes=64 << 10, kept_bytes=kept_bytes
-        )
-        return found.workspace_bytes
-
-    assert workspace_of(200 * MIB + kept_bytes, kept_bytes) == workspace_of(200 * MIB, 0) > 0
+    found = workspace_of(trace, 200 * MIB + kept_bytes, kept_bytes=kept_bytes)
+    assert found == workspace_of(trace, 200 * MIB, kept_bytes=0) > 0
 
 
 def test_what_was_on_disk_of_the_steps_tensors_hides_no_workspace(trace: Trace) -> None:
     """GIVEN a teacher on disk, which the records have in memory THEN the peak is as much higher than they say."""
-
-    def workspace_of(peak_bytes: int, absent_bytes: int) -> int:
-        first = msgspec.structs.replace(trace.steps[0], process_peak_bytes=peak_bytes)
-        parked = msgspec.structs.replace(trace, is_parked=True, steps=(first,))
-        found = calibrated(
-            parked, base_bytes=100 * MIB, window_bytes=32 * MIB, min_bytes=64 << 10, absent_bytes=absent_bytes
-        )
-        return found.workspace_bytes
-
-    assert workspace_of(200 * MIB - 20 * MIB, 20 * MIB) == workspace_of(200 * MIB, 0) > 0
+    found = workspace_of(trace, 200 * MIB - 20 * MIB, absent_bytes=20 * MIB)
+    assert found == workspace_of(trace, 200 * MIB, absent_bytes=0) > 0
 
 
 def test_workspace_is_what_was_seen_outside_the_heap(trace: Trace) -> None:

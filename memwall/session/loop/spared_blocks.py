@@ -24,7 +24,7 @@ class SparedBlocks:
         self._borders, self._live = borders, live
         self._short: ShortBatches | None = None
         self._recorded: tuple[Shape, ...] = ()
-        """What the model was called with in the last step that was recorded."""
+        """Holds the shapes that the model was called with in the last step that was recorded."""
         self._are_there = False
         """Whether the step that goes on leaves blocks alone."""
         self._can_be = True
