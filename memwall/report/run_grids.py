@@ -48,7 +48,8 @@ def time_findings(report: RunReport) -> tuple[str, ...]:
         larger = "computing" if link.compute_seconds >= link.moving_seconds else f"the {tier}"
         return (
             f"The step took {format_seconds(seconds)}, less than the {format_seconds(link.ideal_seconds)} that "
-            f"{larger} alone was to take: the forecast of its time is too long, and other plans may have been shorter.",
+            f"{larger} alone was to take: most batches were smaller than the recorded one, or the forecast of its time "
+            "is too long, and other plans may have been shorter.",
         )
     return ()
 

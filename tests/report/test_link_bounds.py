@@ -60,7 +60,7 @@ def test_a_plan_that_moves_nothing_says_nothing_of_it(plan: Plan) -> None:
         (7.8, "The step took 7.80 s, and computing and moving one after the other was to take 7.00 s: the disk is"),
         (7.6, None),
         (3.9, None),
-        (3.7, "The step took 3.70 s, less than the 4.00 s that computing alone was to take"),
+        (3.7, "The step took 3.70 s, less than the 4.00 s that computing alone was to take: most batches were smaller"),
         (None, None),
     ],
 )
