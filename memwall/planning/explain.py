@@ -118,10 +118,10 @@ def _without_gain(plain_bytes: int, *, is_small: bool) -> str:
 def _outside(trained_batch: int, evaluation_batch: int, evaluation_bytes: int) -> str:
     if evaluation_batch:
         return (
-            f"a data loader of the script has batches of {evaluation_batch} samples, more than the {trained_batch} "
-            f"of a step: evaluating them is foreseen to hold {format_bytes(evaluation_bytes, rounding='up')}, which "
-            "is in that, and no plan makes it smaller: give that loader smaller batches, or, where nothing is "
-            "evaluated with it in this run, build it after the second step"
+            f"an evaluation of {evaluation_batch} samples at once, more than the {trained_batch} of a step, is "
+            f"foreseen to hold {format_bytes(evaluation_bytes, rounding='up')}, which is in that, and no plan makes it "
+            "smaller: evaluate fewer at once; a data loader with such batches, which evaluates nothing in this run, is "
+            "built after the second step"
         )
     return "what the script does outside its training steps, evaluation say, is not in that"
 

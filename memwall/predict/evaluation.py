@@ -1,8 +1,10 @@
 """Foresees what an evaluation holds from a recorded training step: its forward, without what backward would need."""
 
+import math
 from collections.abc import Sequence
 
 import msgspec
+import torch
 
 from memwall.predict.curve import live_peak_bytes
 from memwall.trace.records import Step, Storage, Trace
@@ -17,7 +19,7 @@ def evaluation_bytes(trace: Trace, *, batch: int) -> int:
     """Returns the most that the process holds in an evaluation.
 
     A tensor lives until all but autograd let go of it, which the recording saw. What grows with the batch grows in
-    proportion; all else stands as it does between training steps.
+    proportion; all else stands as it does between training steps, as do samples of which the script holds all at once.
 
     Args:
         batch: samples that are evaluated at once.
@@ -26,10 +28,20 @@ def evaluation_bytes(trace: Trace, *, batch: int) -> int:
     end = next((operation for name, operation in step.marks if name == "backward"), len(step.ops))
     scale = max(1.0, batch / trace.micro_batch) if trace.micro_batch else 1.0
     step = _without_gates(step, trace.names)
+    if _are_parts(step.storages, trace):
+        standing = (s if s.category != "input" else msgspec.structs.replace(s, batched=False) for s in step.storages)
+        step = msgspec.structs.replace(step, storages=tuple(standing))
     storages = tuple(_evaluated(storage, scale, end, len(step.ops)) for storage in step.storages)
     forward = msgspec.structs.replace(step, ops=step.ops[:end], storages=storages)
     # The workspace is what the process has beside tensors, Python's objects say: it does not grow with the batch.
     return trace.base_bytes + trace.workspace_bytes + live_peak_bytes(forward, trace.device)
+
+
+def _are_parts(storages: Sequence[Storage], trace: Trace) -> bool:
+    """Returns whether the batch was taken out of a larger tensor: nothing has exactly its bytes."""
+    batch_bytes = math.prod(trace.input_shape) * getattr(torch, trace.input_dtype, torch.uint8).itemsize
+    inputs = [storage.nbytes for storage in storages if storage.category == "input"]
+    return max(inputs, default=0) > batch_bytes and batch_bytes not in inputs
 
 
 def _without_gates(step: Step, names: Sequence[str]) -> Step:

@@ -178,7 +178,8 @@ class LivePlan:
         """
         assert self.recorded is not None
         self.trace, first = self.recorded.finish(self._borders.optimizers)
-        first = with_evaluation(first, self.trace)
+        is_evaluated = self._borders.phase == "evaluation"  # what ends the recording is that one begins
+        first = with_evaluation(first, self.trace, self._borders.input_shape if is_evaluated else ())
         if self.settings.first_step is not None:  # a run under another budget begins with that step again
             earlier_bytes = self.settings.first_step.needed_bytes
             first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, earlier_bytes))

@@ -74,7 +74,7 @@ def test_a_refusal_counts_what_planning_for_the_told_budget_holds(
 
 
 def test_an_evaluation_that_does_not_fit_is_refused_with_the_ways_out(trace: Trace) -> None:
-    """GIVEN a step that has a plan WHEN a loader's batches are to pass the budget THEN the loader is named."""
+    """GIVEN a step that has a plan WHEN an evaluation is to pass the budget THEN it is named."""
     first = FirstStep(
         needed_bytes=150 * MIB,
         in_memory_bytes=0,
@@ -85,9 +85,9 @@ def test_an_evaluation_that_does_not_fit_is_refused_with_the_ways_out(trace: Tra
     with pytest.raises(InfeasibleError) as error:
         planning.planned(trace, Settings(budget_bytes=2000 * MIB, first_step=first), AllocatorHandler())
     assert (
-        "a data loader of the script has batches of 8192 samples, more than the 512 of a step: evaluating them is "
-        "foreseen to hold 2.93 GiB, which is in that, and no plan makes it smaller: give that loader smaller batches, "
-        "or, where nothing is evaluated with it in this run, build it after the second step"
+        "an evaluation of 8192 samples at once, more than the 512 of a step, is foreseen to hold 2.93 GiB, which is in "
+        "that, and no plan makes it smaller: evaluate fewer at once; a data loader with such batches, which evaluates "
+        "nothing in this run, is built after the second step"
     ) in str(error.value)
     planning.planned(trace, Settings(budget_bytes=4000 * MIB, first_step=first), AllocatorHandler())
 

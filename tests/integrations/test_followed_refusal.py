@@ -12,7 +12,8 @@ from warm_python import warm_python
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 # The second has tables that a first step without room has on disk, where no plan for SGD can have them. The third has a
-# teacher that is built on disk under a small budget, and in memory under the one that is told.
+# teacher that is built on disk under a small budget, and in memory under the one that is told. The fourth evaluates all
+# of its data at once after each step.
 _SCRIPTS = {
     "mlp": """
 model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(1024, 1024), nn.ReLU())], nn.Linear(1024, 10))
@@ -45,12 +46,23 @@ def loss_of(step):
     data = torch.randn(64, 2048)
     return nn.functional.mse_loss(model(data), teacher(data))
 """,
+    "evaluation": """
+model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(512, 512), nn.ReLU())], nn.Linear(512, 10))
+optimizer = torch.optim.Adam(model.parameters())
+data, labels = torch.randn(16384, 512), torch.randint(0, 10, (16384,))
+def loss_of(step):
+    return nn.functional.cross_entropy(model(data[:256]), labels[:256])
+@torch.no_grad()
+def after_step():
+    (model(data).argmax(1) == labels).float().mean()
+""",
 }
 _LOOP = """
 for step in range(3):
     optimizer.zero_grad()
     loss_of(step).backward()
     optimizer.step()
+    globals().get("after_step", int)()
 """
 
 _BY_TORCH_FUNC = """
@@ -72,7 +84,7 @@ def run_under(budget: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     return warm_python().run(*arguments, folder=folder, timeout_s=110)
 
 
-@pytest.mark.parametrize("name", ["mlp", "teacher", exhaustive("tables")])
+@pytest.mark.parametrize("name", ["mlp", "teacher", "evaluation", exhaustive("tables")])
 def test_the_budget_that_a_refusal_names_is_kept(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"import torch\nfrom torch import nn\n{_SCRIPTS[name]}{_LOOP}")
     refused = run_under("64MiB", tmp_path)

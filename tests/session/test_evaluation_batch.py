@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import memwall
+from memwall.predict.evaluation import evaluation_bytes
 from memwall.predict.first_step import FirstStep
 from memwall.session.loop import evaluation_batch
 from memwall.session.loop.evaluation_batch import largest_batch, with_evaluation
@@ -80,3 +81,39 @@ def test_an_evaluation_comes_after_what_planning_left() -> None:
     assert first.grown_by(10).needed_bytes == 300
     assert first.grown_by(50).needed_bytes == 330
     assert FirstStep(needed_bytes=300, in_memory_bytes=0, stays_from_bytes=0).grown_by(50).needed_bytes == 300
+
+
+def trained_on(taken_from: torch.Tensor | None) -> memwall.Trace:
+    """Returns the trace of a step of a linear layer, whose 32 samples are a part of a tensor, or one of their own."""
+    workload = memwall.Workload(
+        model=lambda: nn.Linear(64, 64),
+        batch=lambda: torch.zeros(32, 64) if taken_from is None else taken_from[:32],
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    return memwall.record(workload, num_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "batch"),
+    [
+        pytest.param((320, 64), 320, id="ten times the samples"),
+        pytest.param((32, 128), 64, id="samples twice as long count twice"),
+        pytest.param((32, 64), 0, id="no more than a step has"),
+        pytest.param((320, 8, 8), 0, id="of another kind"),
+        pytest.param((), 0, id="none begins"),
+    ],
+)
+def test_an_evaluation_that_begins_says_how_many_samples_it_has(evaluated: tuple[int, ...], batch: int) -> None:
+    first = FirstStep(needed_bytes=0, in_memory_bytes=0, stays_from_bytes=0)
+    assert with_evaluation(first, trained_on(None), evaluated).evaluation_batch == batch
+
+
+def test_samples_that_the_script_holds_all_at_once_do_not_grow_with_the_evaluation() -> None:
+    """GIVEN a batch of its own, or part of a tensor WHEN more is evaluated THEN of this the outputs alone are more."""
+    sample_bytes = 64 * 4
+    evaluated = {}
+    for name, trace in (("own", trained_on(None)), ("part", trained_on(torch.zeros(4096, 64)))):
+        small, large = (evaluation_bytes(trace, batch=size) for size in (32, 2048))
+        evaluated[name] = large - small
+    assert evaluated == {"own": 2 * 2016 * sample_bytes, "part": 2016 * sample_bytes}

@@ -1,6 +1,7 @@
-"""Finds how many samples a script is going to evaluate at once, before it does: its data loaders say so."""
+"""Finds how many samples a script is going to evaluate at once, before it does: loaders say so, or a call."""
 
 import gc
+import math
 import sys
 from types import GeneratorType
 from typing import Any
@@ -10,12 +11,20 @@ import msgspec
 from memwall.checkpoint.discovery import objects_of
 from memwall.predict.evaluation import evaluation_bytes
 from memwall.predict.first_step import FirstStep
+from memwall.session.loop.longer_batch import Shape
 from memwall.trace.records import Trace
 
 
-def with_evaluation(first: FirstStep, trace: Trace) -> FirstStep:
-    """Returns what a run needs from its first step on, with an evaluation in the largest batches of its loaders."""
-    batch = largest_batch(trace.micro_batch) if trace.device == "cpu" else 0
+def with_evaluation(first: FirstStep, trace: Trace, evaluated: Shape = ()) -> FirstStep:
+    """Returns what a run needs from its first step on, with an evaluation of more samples than a step has.
+
+    Args:
+        evaluated: the shape of the batch with which an evaluation begins; () where none does. The largest batches of
+            data loaders count as well.
+    """
+    if trace.device != "cpu":
+        return first
+    batch = max(largest_batch(trace.micro_batch), _samples(evaluated, trace))
     if not batch:
         return first
     foreseen_bytes = evaluation_bytes(trace, batch=batch)
@@ -25,6 +34,15 @@ def with_evaluation(first: FirstStep, trace: Trace) -> FirstStep:
         evaluation_batch=batch,
         evaluation_bytes=foreseen_bytes,
     )
+
+
+def _samples(evaluated: Shape, trace: Trace) -> int:
+    """Returns how many samples of the recorded length a batch has as many numbers as; 0 where it is not larger."""
+    recorded = trace.input_shape
+    if len(evaluated) != len(recorded) or not math.prod(recorded):
+        return 0
+    growth = math.prod(evaluated) / math.prod(recorded)
+    return math.ceil(trace.micro_batch * growth) if growth > 1 else 0
 
 
 def largest_batch(trained: int) -> int:
