@@ -66,6 +66,8 @@ class ScriptRun:
         watch_processes(name, self._patches)
         self._before = BeforeScript.now()
         session.watch_receives()
+        session.pipelines.found = self._stage_begins
+        self.watch.trains = session.pipelines.trains
         if checkpoint is None:
             session.watch_building()
         set_checkpoint(checkpoint)
@@ -99,6 +101,10 @@ class ScriptRun:
         if checkpoint is not None:
             checkpoint.plan_in_effect = lambda: None if session.plan is None else session.plan.encode()
             checkpoint.attach(model)
+
+    def _stage_begins(self, module: nn.Module) -> None:
+        self.watch.before_forward(module)
+        self.watch.after_forward(module)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         with self.watch.guarded():

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -158,9 +158,13 @@ class LivePlan:
             parameters=here.parameters,
             disk_capacity_bytes=here.disk_capacity_bytes,
             host_limit_bytes=here.host_limit_bytes,
-            called=self._borders.called,
+            called=None if self._borders.is_ahead else self._borders.called,
             begins_step=self._borders.begins_step,
         )
+
+    def unseen(self) -> AbstractContextManager[None]:
+        """Has what runs be no part of the step that is recorded, if one is."""
+        return nullcontext() if self.recorded is None else self.recorded.unseen()
 
     def stop_recording(self) -> None:
         """Takes the recording away, if there is one."""

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from memwall.errors import UsageError
-from memwall.torch_internals.process_groups import has_pipeline_stage
 from memwall.torch_internals.sharding import is_divided_otherwise
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
@@ -19,30 +18,14 @@ _DEEPSPEED = (
     "by plan.deepspeed_config(), and apply the rest of the plan by memwall.integrations.apply_rest(engine, plan)"
 )
 
-PIPELINE = (
-    "ranks meet before each one's first forward, and a later stage of a pipeline has none before the earlier ones have "
-    "had theirs; train this one without memwall, or divide the model by DistributedDataParallel or fully_shard (FSDP2)"
-)
-
-
-def check_no_pipeline() -> None:
-    """Refuses a process that holds a stage of one of torch's pipelines.
-
-    Raises:
-        UsageError: it does.
-    """
-    if has_pipeline_stage():
-        raise UsageError(f"the model is a stage of a pipeline (torch.distributed.pipelining): {PIPELINE}")
-
 
 def check_parallel(model: nn.Module, optimizers: Iterable[Any] = ()) -> None:
     """Refuses a model whose parameters others move about, in ways that memwall does not follow.
 
     Raises:
-        UsageError: it is in a DeepSpeed engine, or divided by ZeRO-3, FullyShardedDataParallel or DataParallel, in
-            stages, or by tensor parallelism; or an optimizer of it is DeepSpeed's.
+        UsageError: it is in a DeepSpeed engine, or divided by ZeRO-3, FullyShardedDataParallel or DataParallel, or by
+            tensor parallelism; or an optimizer of it is DeepSpeed's.
     """
-    check_no_pipeline()
     for module in model.modules():
         names = _names(type(module))
         if _ENGINE in names:

@@ -7,6 +7,7 @@ none for gradients beside parameters, both are on disk already when the step beg
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,12 +45,12 @@ _log = logging.getLogger(__name__)
 
 
 class RecordedStep:
-    """Records from its construction, within the model's first forward, until `finish` or `stop`.
+    """Records from its construction, within the model's first forward or before it, until `finish` or `stop`.
 
     Args:
         disk_capacity_bytes: the most to take of the disk; None for what is free there.
         host_limit_bytes: of a model on CUDA, the most host memory to use, now and by plans.
-        called: the model that is being called, of those that are trained together.
+        called: the model that is being called, of those that are trained together; None where the step begins before.
         begins_step: see `StepRecorder`.
 
     Raises:
@@ -70,7 +71,7 @@ class RecordedStep:
         called: nn.Module | None = None,
         begins_step: Callable[[nn.Module], bool] | None = None,
     ) -> None:
-        self._called, self._begins_step = model if called is None else called, begins_step
+        self._called, self._begins_step = called, begins_step
         self._model, self._settings, self._allocator = model, settings, allocator
         self._keeper, self._parameters = keeper, parameters
         self._peak_before_optimizer_bytes = 0
@@ -130,6 +131,11 @@ class RecordedStep:
     def is_dry_run(self) -> bool:
         """Returns whether the step has run forwards alone, of which nothing is left."""
         return self._builder is not None and self._builder.is_dry_run
+
+    def unseen(self) -> AbstractContextManager[None]:
+        """Has what runs be no part of the step; what autograd saves goes where it does in the step."""
+        assert self._builder is not None
+        return self._builder.unseen()
 
     def before_optimizer(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Moves what has no room; to be called before each optimizer's step, with those that are known by then."""

@@ -26,6 +26,7 @@ from memwall.session.measurements import Measurements
 from memwall.session.parallel import check_optimizer, check_parallel
 from memwall.session.parts_proof import PartsProof
 from memwall.session.ranks.agreement import Ranks
+from memwall.session.ranks.pipelines import Pipelines
 from memwall.session.ranks.receives import watch_receives
 from memwall.session.refusals import check_is_trainable_here
 from memwall.session.step_borders import StepBorders
@@ -95,6 +96,7 @@ class Session:
             if explained is None:
                 raise
             raise explained from error
+        self.pipelines = Pipelines(self._borders, self._live.unseen)
         self._patches = Patches("sees ranks that wait for each other")
         self._watches_receives = False
 
@@ -220,10 +222,14 @@ class Session:
         return self._borders.is_transformed
 
     def watch_receives(self) -> None:
-        """Has ranks that wait for each other before they train be refused, before a model is attached too."""
+        """Follows stages of pipelines, and refuses ranks that wait for each other otherwise before they train.
+
+        To be called before a model is attached, where that has to be found.
+        """
         if not self._watches_receives:
             self._watches_receives = True
             watch_receives(self._patches, lambda: self.ranks is not None)
+            self.pipelines.listen(self._patches)
 
     def watch_building(self) -> None:
         """Has parameters go to disk as modules get them, where the budget has no room for them."""

@@ -8,8 +8,9 @@ the recording of a step sees that, and later steps have as many forwards as that
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +26,9 @@ from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import trains
 from memwall.trace.together import models_of
 
+Within = Literal["", "beginning", "trial", "evaluation"]
+"""What a schedule of a pipeline is doing: it begins a step, tries its stages out, in passes that belong to no step, or
+evaluates, whatever gradients that takes; "" of all else."""
 _MOST_DRY_RUNS = 3
 """Those that are told apart from steps: a loop may call its model many times without gradients in mind."""
 
@@ -103,6 +107,26 @@ class StepBorders:
         """Tells whether the model's forward is about to be called, from within the hook before it."""
         self.in_optimizer = False
         """Tells whether an optimizer steps, from a closure in which a step of training may begin."""
+        self.within: Within = ""
+
+    @contextmanager
+    def while_within(self, part: Within) -> Iterator[None]:
+        """Says what a schedule of a pipeline does meanwhile."""
+        before, self.within = self.within, part
+        try:
+            yield
+        finally:
+            self.within = before
+
+    @property
+    def is_ahead(self) -> bool:
+        """Tells whether a step begins, or has begun just now, before any forward of it."""
+        return self.within == "beginning"
+
+    @property
+    def trains(self) -> bool:
+        """Tells whether a forward that is called now is one of training."""
+        return torch.is_grad_enabled() and self.within not in ("trial", "evaluation")
 
     @property
     def attached_model(self) -> nn.Module:
@@ -219,9 +243,9 @@ class StepBorders:
         if self.is_unseen or (self.called is None and self._transformed_after == self.num_optimizer_steps):
             return  # of a step whose gradients torch.func computes too, and may go on to
         self.drop_dry_run()
-        is_another = torch.is_grad_enabled() and self.begins_step(model)
+        is_another = self.trains and self.begins_step(model)
         self._end_by_hand()
-        if not torch.is_grad_enabled():
+        if not self.trains:
             if not self.in_step:
                 self.goes_on, self.phase = False, "evaluation"
                 self._listener.evaluation_begins()
@@ -234,13 +258,13 @@ class StepBorders:
             self.in_step = True
             return
         self.goes_on = False
-        self.in_first_forward = True
+        self.in_first_forward = not self.is_ahead
         try:
             self._listener.step_begins()
         finally:
             self.in_first_forward = self.in_optimizer = False
         self._turns.begin(model)
-        self.in_step, self._has_stepped, self._num_forwards = True, False, 1
+        self.in_step, self._has_stepped, self._num_forwards = True, False, int(not self.is_ahead)
         self._is_left_out = False
 
     @property
@@ -274,7 +298,7 @@ class StepBorders:
             self._patches.wrap(torch.amp.GradScaler, "update", _weakly(self._after_scaling))
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if current_node() is None:
+        if current_node() is None and self.within != "trial":
             self.input_shape = input_shape(args, kwargs)
             self.batch_shapes = batch_shapes(args, kwargs)
             self.enter_forward(module)

@@ -420,7 +420,7 @@ class Steps:
 
     def _tell_others(self) -> None:
         """Has the other ranks end where they begin their next step, if this one would have begun it too."""
-        would_begin = self.state == "running" and torch.is_grad_enabled() and not self.borders.in_step
+        would_begin = self.state == "running" and self.borders.trains and not self.borders.in_step
         if self.live.ranks is not None and would_begin and not self._has_told:
             self._has_told = True
             with suppress(RankError):

@@ -1,7 +1,5 @@
-"""Reaches what torch.distributed keeps to itself: the store that the processes of a run met at, stages of pipelines."""
+"""Reaches what torch.distributed keeps to itself: the store that the processes of a run met at."""
 
-import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +12,3 @@ store_of_all: Callable[[], Any] = function(
 
 Raises NotAvailableError without it: ranks cannot agree on a plan.
 """
-
-
-def has_pipeline_stage() -> bool:
-    """Returns whether this process holds a stage of one of torch's pipelines; False where this torch keeps none so."""
-    known = sys.modules.get("torch.distributed.pipelining.stage")  # not imported: there is none then
-    kind = getattr(known, "_PipelineStageBase", None)
-    return kind is not None and any(issubclass(type(value), kind) for value in gc.get_objects())

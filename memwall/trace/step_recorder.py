@@ -7,8 +7,8 @@ see what backward keeps, and module hooks say whose forward is running. The reco
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -185,6 +185,15 @@ class StepRecorder(StepMode):
             raise TraceError("the recorded step ran no tensor operation; nothing can be planned from it")
         return self.log
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Leaves out what runs meanwhile: what autograd saves is parked, and told to nobody."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
     @property
     def is_dry_run(self) -> bool:
         """Returns whether all that has run was called for nothing: what it returned is gone, without a backward.
@@ -228,7 +237,7 @@ class StepRecorder(StepMode):
             self._enter(module, args)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # called by a function that is compiled: what it makes of this is nothing
+        if torch.compiler.is_compiling() or self._paused:  # what a function that is compiled makes of this is nothing
             return
         index = self.table.index_of(module)
         if index < 0:
@@ -250,7 +259,7 @@ class StepRecorder(StepMode):
             self.log.input_dtype = str(first.dtype).removeprefix("torch.")
 
     def _leave_module(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._paused:
             return
         # torch passes (kwargs, output); after an exception in forward only the output, which is None.
         kwargs, output = rest if len(rest) == 2 else ({}, None)
@@ -284,9 +293,11 @@ class StepRecorder(StepMode):
             self._phase = phase
             self.log.mark(phase)
 
-    def _pack(self, tensor: Tensor) -> _Held | Tensor:
+    def _pack(self, tensor: Tensor) -> object:
         if self._saved_hooks is None or self._gathered.holds(tensor):
             return tensor
+        if self._paused:
+            return tensor if self._parking is None else self._parking.pack(tensor)
         index = self.log.saved(tensor)
         self._paused += 1
         try:
@@ -296,9 +307,12 @@ class StepRecorder(StepMode):
         self.log.savings[index].was_moved = packed is not tensor and getattr(packed, "tensor", None) is None
         return _Held(packed, index, self.log)
 
-    def _unpack(self, held: _Held | Tensor) -> Tensor:
+    def _unpack(self, held: object) -> Tensor:
         if isinstance(held, Tensor):
             return held
+        if not isinstance(held, _Held):  # saved while nobody looked
+            assert self._parking is not None
+            return self._parking.unpack(held)
         self.log.saved_unpacked(held.index)
         if self._parking is None:
             assert isinstance(held.packed, Tensor)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import msgspec
@@ -111,6 +112,10 @@ class TraceBuilder:
             self._base_bytes -= sum(s.nbytes for s in recorder.log.storages if s.birth < 0 and s.device == "cpu")
         self._recorder = recorder
         self._begin = time.perf_counter()
+
+    def unseen(self) -> AbstractContextManager[None]:
+        """Leaves out of the step that is recorded, if one is, what runs meanwhile."""
+        return nullcontext() if self._recorder is None else self._recorder.unseen()
 
     @property
     def num_optimizer_steps(self) -> int:

@@ -33,6 +33,7 @@ from memwall.machine.meter import HostMeter, process_bytes, process_peak_bytes
 from memwall.machine.process_group import num_processes
 from memwall.patches import Patches, with_random_numbers_kept
 from memwall.torch_internals.autograd import current_node, execution_is_transformed, version_of
+from memwall.torch_internals.pipelines import when_schedules_are_known
 from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -114,6 +115,10 @@ class AmpleRoom:
         spawning = [(sys.modules[name], "start_processes") for name in _SPAWNING]
         for owner, name in ((torch, "compile"), (nn.Module, "compile"), *spawning):
             self._patches.wrap(owner, name, partial(self._handed_over_first, owner, name))
+        # The forwards of a pipeline's stages are too late for what its ranks agree on.
+        when_schedules_are_known(
+            self._patches, lambda kind: self._patches.wrap(kind, "step", partial(self._handed_over_first, kind, "step"))
+        )
         watch_processes(self._name, self._patches)
         self._listen()
         self._thread.start()

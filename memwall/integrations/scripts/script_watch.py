@@ -52,6 +52,8 @@ class ScriptWatch:
         self._running = 0
         """The model that is being called."""
         self._forwards = ForwardCalls()
+        self.trains: Callable[[], bool] = torch.is_grad_enabled
+        """Tells whether a call that is made now is one of training."""
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -76,7 +78,7 @@ class ScriptWatch:
             self._running = self._running or number
             return
         model = self._known.get(module)
-        if model == number and torch.is_grad_enabled():
+        if model == number and self.trains():
             self._called[number], self._running = module, number
             return
         if model is not None and (not model or model == number or model in self._called):
@@ -140,7 +142,7 @@ class ScriptWatch:
 
     def _is_trainable(self, module: nn.Module) -> bool:
         return (
-            torch.is_grad_enabled()
+            self.trains()
             and current_node() is None
             and any(parameter.requires_grad for parameter in module.parameters())
         )

@@ -16,7 +16,6 @@ from torch import Tensor, distributed
 
 from memwall.errors import ApplyError, RankError
 from memwall.machine.process_group import num_processes
-from memwall.session.parallel import check_no_pipeline
 from memwall.session.ranks.receives import Receive, receiving, refuse_receiving
 from memwall.torch_internals.dispatch import without_dispatch_modes
 from memwall.torch_internals.process_groups import store_of_all
@@ -44,7 +43,6 @@ class Ranks:
         """Returns what this process agrees with the others by; None where it trains alone.
 
         Raises:
-            UsageError: this is a stage of a pipeline.
             RankError: not all of them opened a session within the time-out of the script's process group, or one waits
                 for another's message before it trains.
         """
@@ -52,7 +50,6 @@ class Ranks:
             return None
         if distributed.get_backend() == "fake":  # stands for ranks that are not there
             return None
-        check_no_pipeline()
         from torch.distributed.distributed_c10d import PrefixStore
 
         rank, num_ranks = distributed.get_rank(), distributed.get_world_size()

@@ -1,4 +1,4 @@
-"""Ranks that wait for what another one sends before they train, as stages of a pipeline: refused on all, in seconds.
+"""Ranks that wait for what another one sends before they train, as a pipeline by hand: refused on all, in seconds.
 
 A rank that is about to receive says so in the store of all, and one that waits for it to train looks there.
 """
@@ -13,12 +13,15 @@ from torch import distributed
 from memwall.errors import RankError
 from memwall.machine.process_group import num_processes
 from memwall.patches import Patches
-from memwall.session.parallel import PIPELINE, check_no_pipeline
 from memwall.torch_internals.process_groups import store_of_all
 
+PIPELINE = (
+    "ranks meet before each one's first forward, and a later stage of a pipeline by hand has none before the earlier "
+    "ones have had theirs; build it by torch.distributed.pipelining, whose schedules memwall follows, train without "
+    "memwall, or divide the model by DistributedDataParallel or fully_shard (FSDP2)"
+)
 _WAITING = ("recv", "recv_object_list")
 """Functions of torch.distributed that return once the other rank has sent."""
-_NAMES = (*_WAITING, "irecv", "batch_isend_irecv")
 _REFUSED = "memwall/refused"
 _NOTHING = b"-"
 _ANYBODY = -1
@@ -38,13 +41,13 @@ class Receive(NamedTuple):
 
 
 def watch_receives(patches: Patches, has_met: Callable[[], bool]) -> None:
-    """Has what this rank receives before it trains be known to the others, and refused where it is of a pipeline.
+    """Has what this rank receives before it trains be known to the others.
 
     Args:
         has_met: whether ranks have met: from then on nobody waits for this one.
     """
-    for name in _NAMES if distributed.is_available() else ():
-        patches.wrap(distributed, name, partial(_received, name, has_met))
+    for name in _WAITING if distributed.is_available() else ():
+        patches.wrap(distributed, name, partial(_received, has_met))
 
 
 def receiving(store: Any, ranks: Sequence[int]) -> dict[int, Receive]:
@@ -64,11 +67,8 @@ def refuse_receiving(store: Any, ranks: Sequence[int]) -> RankError:
     return RankError(text)
 
 
-def _received(name: str, has_met: Callable[[], bool], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _received(has_met: Callable[[], bool], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if has_met() or num_processes() == 1:
-        return original(*args, **kwargs)
-    check_no_pipeline()
-    if name not in _WAITING:
         return original(*args, **kwargs)
     store, key = store_of_all(), _key(distributed.get_rank())
     store.set(key, f"{store.add(f'{key}/calls', 1)} {_source(*args, **kwargs)}")
