@@ -42,6 +42,8 @@ class Recovery:
         self._can_plan_again = True
         self._is_agreed = False
         """Whether ranks have agreed already on the plan of the step that begins next."""
+        self.why_not_again = ""
+        """Why the forward that failed last could not be called again; "" where none has failed, or it was."""
         self._shortage: Exhaustion | None = None
         """Says what the optimizer's step lacked, in the last step."""
 
@@ -156,7 +158,7 @@ class Recovery:
             return f"this run was recovered {MAX_ATTEMPTS} times before"
         return None if state is None else state.why_not()
 
-    def plan_for_less(self, found: Exhaustion, where: str = "") -> bool:
+    def plan_for_less(self, found: Exhaustion, where: str = "", *, again: str = "step") -> bool:
         """Changes to a plan under which the step would not have failed like that; False if none needs less.
 
         What was needed beyond the forecast is charged to the process. What the process held is all that it can have:
@@ -164,6 +166,7 @@ class Recovery:
 
         Args:
             where: names the rank, where several do the step again.
+            again: what is done again.
         """
         revision = self._change_to_less(found)
         if revision is None:
@@ -171,13 +174,14 @@ class Recovery:
         self._measured.count_recovery()
         self._is_agreed = self._live.ranks is not None
         _log.warning(
-            "out of memory%s in the %s of step %d: %s asked for, %s held; the step is done again; attempt %d of %d, "
+            "out of memory%s in the %s of step %d: %s asked for, %s held; the %s is done again; attempt %d of %d, "
             "under a plan for %s",
             where,
             found.phase,
             self._measured.num_steps + 1,
             format_bytes(found.asked_bytes),
             format_bytes(found.held_bytes),
+            again,
             self._measured.oom_recoveries,
             MAX_ATTEMPTS,
             format_bytes(revision.plan.forecast.peak.process_bytes),
@@ -254,7 +258,8 @@ class Recovery:
             return self.error(found, _STATE_IN_FIRST_STEP)
         if found.phase == "optimizer step":
             return self.error(found, "parameters had begun to change, so that the step cannot be done again")
-        reason = self.why_final(None) or "the loop computes the gradients itself, so that memwall cannot do that again"
+        reason = self.why_final(None) or (self.why_not_again if found.phase == "forward" else "")
+        reason = reason or "the loop computes the gradients itself, so that memwall cannot do that again"
         return self.error(found, reason)
 
     def not_brought_back(self, error: BaseException) -> OutOfMemoryError | None:

@@ -35,6 +35,8 @@ class Redo:
         self._state: StepState | None = None
         self._parts: list[_Part] = []
         self._gradients_after: list[tuple[int, int]] = []
+        self.is_running = False
+        """Whether a part runs, whose forwards are done again with it."""
 
     @property
     def is_used(self) -> bool:
@@ -53,6 +55,13 @@ class Redo:
             RankError: memory ran out on another rank, and the step cannot be done again.
         """
         state = self._begin(part, shapes, joint)
+        self.is_running = True
+        try:
+            return cast(_T, self._run_until_done(state, joint))
+        finally:
+            self.is_running = False
+
+    def _run_until_done(self, state: StepState, joint: JointParts | None) -> Any:
         parts = self._parts[-1:]
         is_joint = False
         while True:
@@ -63,7 +72,7 @@ class Redo:
                     is_joint = joint is not None and joint.are_careful(each.shapes, plan_hash, each.begin)
                     result = self._run(each, joint if is_joint else None, state)
                 self._gradients_after = self._gradients_now()
-                return cast(_T, result)
+                return result
             except FailedStepError as error:
                 found, where, has_failed_here = error.found, error.where, error.has_failed_here
                 failure: Exception = error

@@ -9,7 +9,8 @@ the recording of a step sees that, and later steps have as many forwards as that
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -17,12 +18,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.apply.memory.exhaustion import Phase
+from memwall.errors import ApplyError
 from memwall.patches import Patches
 from memwall.session.loop.longer_batch import Shape, batch_shapes, input_shape
 from memwall.session.loop.turns import Turns
 from memwall.session.unseen_steps import why_unseen
 from memwall.torch_internals.autograd import current_node, execution_is_transformed
-from memwall.trace.attached import attach_hook
+from memwall.trace.attached import attach_hook, wrap_forward
 from memwall.trace.optimizers import trains
 from memwall.trace.together import models_of
 
@@ -73,6 +75,8 @@ class StepBorders:
         self.phase: Phase = "between steps"
         """The part that runs now, or ran last: an evaluation, say, lasts until the next step or saving begins. In a
         step whose optimizers have not stepped it is "forward": a backward tells nobody that it begins."""
+        self.run_forward: Callable[..., Any] | None = None
+        """Runs any forward of the models that are attached from now on, of a model and by what is called with that."""
         self.in_step = False
         """Tells whether a step has begun in which something that was called has not been stepped yet."""
         self.goes_on = False
@@ -141,6 +145,10 @@ class StepBorders:
         for each in models_of(model):
             self._patches.push(attach_hook(each.register_forward_pre_hook, before, with_kwargs=True, prepend=True))
             self._patches.push(attach_hook(each.register_state_dict_pre_hook, self._before_saving))
+            if self.run_forward is not None:
+                with suppress(ApplyError):  # of a scripted one
+                    unwrap = wrap_forward(each, partial(self.run_forward, each), type(each).__name__)
+                    self._patches.add("forward", type(each).__name__, unwrap, owner=each)
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
 
@@ -266,6 +274,11 @@ class StepBorders:
         self._turns.begin(model)
         self.in_step, self._has_stepped, self._num_forwards = True, False, int(not self.is_ahead)
         self._is_left_out = False
+
+    @property
+    def is_first_forward(self) -> bool:
+        """Tells whether a step has begun with the forward that is called, or was called last."""
+        return self.in_step and not self._has_stepped and self._num_forwards == 1
 
     @property
     def had_one_forward(self) -> bool:

@@ -9,7 +9,8 @@ from torch import nn
 
 from memwall.apply.microbatch import tensors_in
 from memwall.apply.offload.parking import close_unneeded
-from memwall.errors import InfeasibleError, MemwallError, NoEffectError, RankError
+from memwall.errors import InfeasibleError, MemwallError, NoEffectError, OutOfMemoryError, RankError
+from memwall.session.forward_redo import ForwardRedo
 from memwall.session.live_plan import LivePlan
 from memwall.session.loop.changes import LoopChanges
 from memwall.session.loop.spared_blocks import SparedBlocks
@@ -60,6 +61,8 @@ class Steps:
         self.borders.is_dry_run = self.live.is_dry_run
         self.recovery = Recovery(self.live, self.borders, self.measured)
         self._redo = Redo(self.recovery, self.borders)
+        self._forwards = ForwardRedo(self.live, self.borders, self.recovery, lambda: self._redo.is_running)
+        self.borders.run_forward = self._run_forward
         self.log = StepLog(self.measured, lambda: self.live.moved_bytes)
         self._clock = StepClock(self.log.note_seconds)
         self._watch = BudgetWatch(self.measured, lambda: place_of(self.borders.phase, self.state))
@@ -98,6 +101,7 @@ class Steps:
             self.borders.attach_instead(model)
             return
         self._changes.outgrow(model)
+        self._forwards.forget()
         self._joint, self._is_joint_known = None, False
 
     def redoable(self, part: Callable[[], _T], batch: Any = None) -> _T:
@@ -157,6 +161,7 @@ class Steps:
         self._watch.look()
         self._watch.close()
         self._growth.close()
+        self._forwards.forget()
         self.measured.note_peak()
         if completed and self.failure is None:
             self.end_last_step()
@@ -272,6 +277,18 @@ class Steps:
             except MemwallError as error:
                 self.failure = error.without_frames()
                 raise
+
+    def _run_forward(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a forward, and runs it again where memory runs out and that can be.
+
+        Raises:
+            OutOfMemoryError: memory ran out, and no plan needs less.
+        """
+        try:
+            return self._forwards.run(model, forward, args, kwargs)
+        except OutOfMemoryError as error:
+            self.failure = self.failure or error.without_frames()
+            raise
 
     def evaluation_begins(self) -> None:
         """Ends the step, so that it is not recorded with an evaluation, and frees what the step has left."""

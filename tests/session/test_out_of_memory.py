@@ -28,7 +28,12 @@ SAMPLES = 512
 
 
 class Bomb:
-    """Fails once for each time it is armed, as torch does when a device is full."""
+    """Fails once for each time it is armed, as torch does when a device is full.
+
+    It is no state of the model that holds it, which would be put back: nothing is found in an object with slots.
+    """
+
+    __slots__ = ("asked", "num_left", "place")
 
     def __init__(self) -> None:
         self.place = ""

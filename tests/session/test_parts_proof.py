@@ -150,6 +150,23 @@ def test_parameters_and_buffers_outside_of_the_model_are_put_back() -> None:
     assert int(counted.num_batches_tracked) == 0
 
 
+def test_attributes_that_a_forward_changes_are_put_back() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count, self.seen = 0, []
+
+        def forward(self, values: Tensor) -> Tensor:
+            self.count += 1
+            self.seen.append(self.count)
+            return values
+
+    counts = Counts()
+    model = net(counts)
+    proven(model, lambda rows: model(rows).square().mean())
+    assert (counts.count, counts.seen) == (0, [])
+
+
 def test_a_hook_on_a_gradient_outside_of_the_model_is_not_called() -> None:
     model, scale, calls = net(), nn.Parameter(torch.ones(())), list[Tensor]()
     scale.register_post_accumulate_grad_hook(calls.append)

@@ -139,6 +139,10 @@ class BlockExecutor:
         """Returns whether blocks are wrapped."""
         return bool(self._unwrap)
 
+    def treats(self, module: nn.Module) -> bool:
+        """Returns whether a module is one of the blocks that have layers."""
+        return any(self._modules[path] is module for path in self._layers)
+
     def wrapped(self, path: str) -> tuple[nn.Module, BlockCounts]:
         """Returns a block that was wrapped, and what its wrapper counts."""
         return self._modules[path], self._counts[path]

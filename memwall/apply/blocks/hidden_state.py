@@ -15,22 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memwall.apply.blocks.held_values import Held, holds_the_same, is_generator, is_same, refill
 from memwall.apply.blocks.numpy_random import numpy_state, set_numpy_state
-from memwall.apply.blocks.outer_variables import Variable, hook_owners, variables_of_hooks
+from memwall.apply.blocks.outer_variables import Variable, hook_owners, hook_tables, variables_of_hooks
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.compiler import COMPILER_ATTRIBUTES
 from memwall.torch_internals.dispatch import without_dispatch
 from memwall.torch_internals.modules import is_running_norm, own_buffers
 from memwall.units import format_bytes
 
-MAX_CLONED_BYTES = 1 << 20
-"""A larger tensor that forward writes into is not remembered: there may be one in each block."""
-
 # A module's attributes that are not its own: parameters, submodules, hooks, the compiler's, and what memwall attaches.
 _NOT_PLAIN = (frozenset(vars(nn.Module())) - {"training"}) | {"forward", "__getstate__"} | COMPILER_ATTRIBUTES
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
 _SEARCHED = (list, dict)
-_GENERATORS = (torch.Generator, random.Random)
 _SCALARS = (bool, int, float, str, tuple, type(None))
 # Objects with attributes that are not state of a forward, or not to be touched.
 _NOT_HOLDERS = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType, Tensor)
@@ -47,6 +44,8 @@ class HiddenState:
         modules: the block and its submodules.
         shared: variables outside of the modules that their code names.
         is_written: whether a forward follows that may write into tensors; False where this is only to be put back.
+        is_repeated: whether `hold_again` follows. Then buffers are not among it; otherwise those are that no layer
+            keeps running statistics in.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class HiddenState:
         *,
         shared: Sequence[Variable] = (),
         is_written: bool = True,
+        is_repeated: bool = False,
     ) -> None:
         self._modules, self._shared, self._is_written = modules, shared, is_written
         self._python: Any = random.getstate()
@@ -64,7 +64,7 @@ class HiddenState:
         self._variables: list[tuple[Variable, Any]] = []
         self._outer_contents: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Callable[[Any], Any], Any, Callable[[], Any]]] = []
-        self._tensors: list[_Held] = []
+        self._tensors: list[Held] = []
         self.unrestorable = ""
         """After `settle`: what forward wrote into that is too large to be remembered."""
         self.one_way = ""
@@ -75,26 +75,72 @@ class HiddenState:
                 own = vars(module)
                 self._own(own, {name: own[name] for name in own.keys() - _NOT_PLAIN}, path)
                 buffers = own_buffers(module)
-                if buffers and not is_running_norm(module):
+                if buffers and not is_repeated and not is_running_norm(module):
                     self._own(buffers, dict(buffers), path)
             inside = [module for path, module in modules if path]  # hooks of the block itself run outside of it
-            for variable in (*shared, *variables_of_hooks(inside)):
-                self._use(variable)
             for owner in hook_owners(inside):
                 self._look_at({}, "", owner, "", "")
+            self._inside, self._num_own_generators = inside, len(self._generators)
+            self._flat = _Flat(inside, self._owned) if is_repeated else None
+            self._outer = [*shared, *variables_of_hooks(inside)]
+            for variable in self._outer:
+                self._use(variable)
+
+    def hold_again(self) -> bool:
+        """Holds the state as it is now, at little cost; False where other objects are there, which a new one finds.
+
+        To be called before each forward of a model, in place of a new one; nothing is settled then.
+        """
+        if self._flat is None or not self._flat.are_sizes_known():
+            return False
+        if not self._flat.is_same():
+            for owner, values in self._owned:
+                for name, value in values.items():
+                    if owner.get(name) is not value:
+                        if type(owner.get(name)) not in _SCALARS or type(value) not in _SCALARS:
+                            return False
+                        values[name] = owner[name]
+            self._flat = _Flat(self._inside, self._owned)
+        for place, (live, copied) in enumerate(self._contents):
+            if not holds_the_same(live, copied):
+                if not all(type(item) in _SCALARS for item in (live.values() if isinstance(live, dict) else live)):
+                    return False
+                self._contents[place] = (live, live.copy())
+        with without_dispatch():
+            for held in self._tensors:
+                held.hold_again()
+            own = self._generators[: self._num_own_generators]
+            self._generators = [(set_state, get_state(), get_state) for set_state, _, get_state in own]
+        self._python, self._numpy = random.getstate(), numpy_state()
+        self._variables, self._outer_contents = [], []
+        for variable in self._outer:
+            self._use(variable)
+        return True
+
+    def put_back(self) -> None:
+        """Puts the state back for good, as if the forward had never begun; tensors stay the same ones."""
+        self._put_objects()
+        with without_dispatch(), torch.no_grad():
+            for held in self._tensors:
+                held.put_back()
+
+    @property
+    def written(self) -> str:
+        """Names what was written into since, and is too large to be remembered; "" where there is nothing."""
+        large = (held for held in self._tensors if held.before is None and version_of(held.tensor) != held.version)
+        return ", ".join(f"{held.name} ({format_bytes(held.tensor.nbytes)})" for held in large)
 
     def settle(self) -> None:
         """Forgets what the forward left as it was: a second run has nothing to change there either."""
         if random.getstate() == self._python:
             self._python = None
-        if self._numpy is not None and _is_same(self._numpy, numpy_state()):
+        if self._numpy is not None and is_same(self._numpy, numpy_state()):
             self._numpy = None
         self._variables = [found for found in self._variables if found[0].read() is not found[1]]
-        self._outer_contents = [found for found in self._outer_contents if not _holds_the_same(*found)]
-        self._generators = [found for found in self._generators if not _is_same(found[1], found[2]())]
+        self._outer_contents = [found for found in self._outer_contents if not holds_the_same(*found)]
+        self._generators = [found for found in self._generators if not is_same(found[1], found[2]())]
         self._tensors = [held for held in self._tensors if version_of(held.tensor) != held.version]
-        large = [held for held in self._tensors if held.before is None]
-        self.unrestorable = ", ".join(f"{held.name} ({format_bytes(held.tensor.nbytes)})" for held in large)
+        self.unrestorable = self.written
 
     @contextmanager
     def recalled(self) -> Iterator[None]:
@@ -124,9 +170,9 @@ class HiddenState:
                 self._outer_contents.append((value, value.copy()))
             if kind in _SEARCHED and len(value) <= _MAX_SEARCHED:
                 for item in value.values() if kind is dict else value:
-                    if _is_generator(item):
+                    if is_generator(item):
                         self._look_at({}, "", item, "", "")
-        elif _is_generator(value):
+        elif is_generator(value):
             self._look_at({}, "", value, "", "")
 
     def _own(self, owner: dict[str, Any], values: dict[str, Any], path: str) -> None:
@@ -148,7 +194,7 @@ class HiddenState:
         kind = type(value)
         if kind is Tensor:
             if self._is_written and not value.is_inference():
-                self._tensors.append(_Held(owner, key, value, f"{path}.{name}" if path else name))
+                self._tensors.append(Held(owner, key, value, f"{path}.{name}" if path else name))
         elif kind is torch.Generator:
             self._generators.append((value.set_state, value.get_state(), value.get_state))
         elif kind is random.Random:
@@ -168,6 +214,14 @@ class HiddenState:
             self._own(own, dict(own), path)
 
     def _put(self) -> None:
+        self._put_objects()
+        with without_dispatch():
+            for held in self._tensors:
+                # Another tensor in its place: autograd may still need what the first one holds.
+                before = held.tensor.detach() if held.before is None else held.before
+                held.owner[held.key] = before.clone()
+
+    def _put_objects(self) -> None:
         for owner, values in self._owned:
             for name in owner.keys() - values.keys() - (_NOT_PLAIN if "_modules" in owner else frozenset()):
                 del owner[name]
@@ -175,12 +229,7 @@ class HiddenState:
         for variable, value in self._variables:
             variable.bind(value)
         for live, copied in (*self._contents, *self._outer_contents):
-            _refill(live, copied)
-        with without_dispatch():
-            for held in self._tensors:
-                # Another tensor in its place: autograd may still need what the first one holds.
-                before = held.tensor.detach() if held.before is None else held.before
-                held.owner[held.key] = before.clone()
+            refill(live, copied)
         for set_state, state, _ in self._generators:
             set_state(state)
         if self._python is not None:
@@ -189,49 +238,20 @@ class HiddenState:
             set_numpy_state(self._numpy)
 
 
-class _Held:
-    """Holds a tensor that forward may write into, and what it held before."""
+class _Flat:
+    """Compares in little time what many objects hold with what they held."""
 
-    __slots__ = ("before", "key", "name", "owner", "tensor", "version")
+    def __init__(self, modules: Sequence[nn.Module], owned: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        self._tables: list[dict[Any, Any]] = [*hook_tables(modules), *(owner for owner, _ in owned)]
+        self._sizes = list(map(len, self._tables))
+        self._owners = [owner for owner, values in owned for _ in values]
+        self._names = [name for _, values in owned for name in values]
+        self._values = [value for _, values in owned for value in values.values()]
 
-    def __init__(self, owner: Any, key: Any, tensor: Tensor, name: str) -> None:
-        self.owner, self.key, self.tensor, self.name = owner, key, tensor, name
-        self.version = version_of(tensor)
-        self.before = tensor.detach().clone() if tensor.nbytes <= MAX_CLONED_BYTES else None
+    def are_sizes_known(self) -> bool:
+        """Returns whether nothing was added or taken away, hooks neither."""
+        return list(map(len, self._tables)) == self._sizes
 
-
-def _is_generator(value: Any) -> bool:
-    kind = type(value)
-    is_numpy_s = kind.__name__ in ("Generator", "RandomState") and kind.__module__.startswith("numpy.random")
-    return kind in _GENERATORS or is_numpy_s
-
-
-def _refill(live: Any, copied: Any) -> None:
-    """Gives a container what it held; whoever holds it sees that."""
-    live.clear()
-    if isinstance(live, (list, collections.deque)):
-        live.extend(copied)
-    else:
-        live.update(copied)
-
-
-def _holds_the_same(live: Any, copied: Any) -> bool:
-    """Returns whether a container holds the very objects that it held."""
-    if len(live) != len(copied):
-        return False
-    if isinstance(live, dict):
-        return all(key in live and live[key] is value for key, value in copied.items())
-    return live == copied if isinstance(live, set) else all(map(operator.is_, live, copied))
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Returns whether two states of a generator are the same."""
-    if one is other:
-        return True
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return bool((one == other).all()) if hasattr(one, "all") else bool(one == other)
+    def is_same(self) -> bool:
+        """Returns whether everything is the very same object."""
+        return all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))

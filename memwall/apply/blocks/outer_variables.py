@@ -56,13 +56,15 @@ def hook_owners(modules: Sequence[nn.Module]) -> Iterator[Any]:
             yield function.__self__
 
 
+def hook_tables(modules: Sequence[nn.Module]) -> list[dict[int, Any]]:
+    """Returns where the modules have the hooks around their forwards."""
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    return [vars(module)[name] for module in modules for name in names if name in vars(module)]
+
+
 def _hooks(modules: Sequence[nn.Module]) -> Iterator[Any]:
-    for module in modules:
-        attributes = vars(module)
-        for function in (
-            *attributes.get("_forward_pre_hooks", {}).values(),
-            *attributes.get("_forward_hooks", {}).values(),
-        ):
+    for table in hook_tables(modules):
+        for function in table.values():
             while isinstance(function, functools.partial):
                 function = function.func
             if not _is_foreign(function):

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import (
 from memwall.apply.blocks.call_arguments import CallArguments
 from memwall.apply.blocks.counts import BlockCounts
 from memwall.apply.blocks.digests import Digest, Digesting, Place, difference, digest_of, written
-from memwall.apply.blocks.hidden_state import MAX_CLONED_BYTES, HiddenState
+from memwall.apply.blocks.held_values import MAX_CLONED_BYTES
+from memwall.apply.blocks.hidden_state import HiddenState
 from memwall.apply.blocks.kept_operations import KeptOperations
 from memwall.apply.blocks.kv_caches import OwnCaches
 from memwall.apply.blocks.outer_variables import variables_of_code

@@ -13,7 +13,7 @@ from plans import plan_of
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from memwall.apply.blocks.hidden_state import MAX_CLONED_BYTES
+from memwall.apply.blocks.held_values import MAX_CLONED_BYTES
 from memwall.errors import ApplyError
 from memwall.planning.techniques.recompute import Recompute
 from memwall.session.session import Session

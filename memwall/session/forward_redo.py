@@ -1,0 +1,120 @@
+"""Calls a model's forward again where memory ran out in it, in loops that call it themselves.
+
+A forward is all that memwall sees of such a loop's step until its backward: its arguments are there, and what it has
+changed is put back. What it has returned is the loop's, so that only the first forward of a step is called again: a
+graph that an earlier one has made would stay.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memwall.apply.memory.exhaustion import Exhaustion, forget_frames
+from memwall.machine.process_group import num_processes
+from memwall.session.call_state import CallState
+from memwall.session.live_plan import LivePlan
+from memwall.session.recovery import Recovery
+from memwall.session.step_borders import StepBorders
+from memwall.torch_internals.autograd import current_node, execution_is_transformed
+from memwall.trace.attached import forward_of
+
+
+class ForwardRedo:
+    """Runs the forwards of the models that a session follows.
+
+    Args:
+        is_in_part: tells whether a part of a step runs, which is done again as a whole.
+    """
+
+    def __init__(
+        self, live: LivePlan, borders: StepBorders, recovery: Recovery, is_in_part: Callable[[], bool]
+    ) -> None:
+        self._live, self._borders, self._recovery, self._is_in_part = live, borders, recovery, is_in_part
+        self._states: dict[int, CallState] = {}
+        self._thread = 0
+        """The one in which a forward runs that can be called again."""
+        self._is_disturbed = False
+        """Whether another thread has called a model meanwhile."""
+
+    def run(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a forward of a model, and runs it again under a plan for less where memory runs out.
+
+        Raises:
+            OutOfMemoryError: memory ran out, the forward could have been called again, and no plan needs less.
+        """
+        if self._thread:
+            self._is_disturbed |= self._thread != threading.get_ident()
+            return forward(*args, **kwargs)
+        if not self._can_be_repeated(model):
+            return forward(*args, **kwargs)
+        state = self._states.get(id(model))
+        if state is None or state.model is not model:
+            state = self._states[id(model)] = CallState(model)
+        self._thread, self._is_disturbed = threading.get_ident(), False
+        try:
+            state.take(args, kwargs)
+            result = self._run_until_done(model, forward, state, args, kwargs)
+            state.settle()
+            return result
+        finally:
+            state.let_go()
+            self._thread = 0
+
+    def forget(self) -> None:
+        """Forgets the models that it has known."""
+        self._states.clear()
+
+    def _can_be_repeated(self, model: nn.Module) -> bool:
+        """Tells whether a failure in the forward that begins may be followed by another one, for all that is known."""
+        live = self._live
+        return (
+            live.plan is not None
+            and live.trace is not None
+            and live.in_effect.applied is not None
+            and self._borders.is_first_forward
+            and torch.is_grad_enabled()
+            and current_node() is None
+            and not execution_is_transformed()
+            and not live.in_effect.is_cooperative
+            and not live.in_effect.applied.blocks.treats(model)
+            and not self._is_in_part()
+            and num_processes() == 1
+        )
+
+    def _run_until_done(
+        self, model: nn.Module, forward: Callable[..., Any], state: CallState, args: Any, kwargs: Any
+    ) -> Any:
+        while True:
+            try:
+                return forward(*args, **kwargs)
+            except Exception as error:
+                found = self._recovery.exhaustion_of(error)
+                if found is None:
+                    raise
+                reason = self._recovery.why_final(None) or state.why_not()
+                if self._is_disturbed:
+                    reason = "another thread has called the model meanwhile"
+                self._recovery.why_not_again = reason or ""
+                if reason:
+                    raise
+                failure = error
+            # Only here the frames of the failed forward are gone, and with them its tensors.
+            forget_frames(failure)
+            self._go_back(model, found, state, failure)
+            forward = forward_of(model)  # with what the new plan has put around it
+
+    def _go_back(self, model: nn.Module, found: Exhaustion, state: CallState, failure: Exception) -> None:
+        if any(map(_is_on_cuda, model.parameters())):
+            torch.cuda.empty_cache()
+        state.put_back()
+        self._borders.drop_step()
+        if not self._recovery.plan_for_less(found, again="forward"):
+            raise self._recovery.error(found, "no plan needs less than that", has_next=False) from failure
+        self._borders.enter_forward(model)
+
+
+def _is_on_cuda(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"

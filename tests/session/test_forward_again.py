@@ -1,0 +1,259 @@
+"""Plain loops: a forward that ran out of memory is called again within the same call, to the same bits."""
+
+import hashlib
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memwall
+from memwall import patches
+from memwall.errors import OutOfMemoryError
+from memwall.session.session import Session
+
+pytestmark = pytest.mark.slow
+
+SAMPLES, NUM_STEPS = 512, 4
+
+
+class Bomb:
+    """Fails so often in forward; with slots, as it is no state of the model, which is put back."""
+
+    __slots__ = ("asked", "num_left")
+
+    def __init__(self) -> None:
+        self.num_left, self.asked = 0, "4.00 MiB"
+
+    def passes(self) -> None:
+        if self.num_left:
+            self.num_left -= 1
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {self.asked}. GPU 0 has no more")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 64))
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.norm(self.inner(values))
+
+
+class Model(nn.Module):
+    """Blocks with dropout and batch statistics; `before` is called with the model before them, as part of a forward."""
+
+    def __init__(self, before: Callable[["Model", Tensor], Tensor] = lambda _, values: values) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head, self.bomb, self._before = nn.Linear(64, 1), Bomb(), before
+        self.count, self.seen, self.mean = 0, [], 0.0
+        self.generator = torch.Generator().manual_seed(5)
+        self.register_buffer("total", torch.zeros(8))
+        self.register_buffer("table", torch.randn(1 << 17))
+        self.register_buffer("large", torch.zeros(1 << 19))
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self._before(self, values)
+        for block in self.blocks:
+            values = block(values)
+        if torch.is_grad_enabled():
+            self.bomb.passes()
+        return self.head(values)
+
+
+def everything(model: Model, values: Tensor) -> Tensor:
+    """Draws from four generators, counts, collects, keeps a mean, and writes into a buffer."""
+    model.count += 1
+    model.seen.append(model.count)
+    model.mean = 0.9 * model.mean + 0.1 * float(values.detach().mean())
+    model.total.add_(1.0)
+    noise = torch.randn(64, generator=model.generator)
+    return values * (1.0 + random.random() + float(np.random.rand())) + noise * model.mean * model.count
+
+
+def made(before: Callable[[Model, Tensor], Tensor] = lambda _, values: values) -> tuple[Model, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Model(before)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(
+    model: Model, optimizer: torch.optim.Optimizer, fails: tuple[int, ...] = (), session: Session | None = None
+) -> str:
+    """Trains in a plain loop, or by a session's `compute_gradients`; returns the digest of all that came of it."""
+    torch.manual_seed(1)
+    random.seed(2)
+    np.random.seed(3)
+    for step in range(NUM_STEPS):
+        model.bomb.num_left = fails.count(step)
+        batch = torch.randn(SAMPLES, 64)
+        if session is None:
+            model(batch).square().mean().backward()
+        else:
+            session.compute_gradients(batch, lambda rows: model(rows).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    for tensor in (*model.parameters(), *model.buffers(), model.generator.get_state()):
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    found.update(repr((random.random(), np.random.rand(), model.count, model.seen, model.mean)).encode())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("is_handed_over", [False, True])
+@pytest.mark.parametrize("fails", [(1,), (2,), (3,), (1, 1), (1, 3)])
+def test_a_forward_is_called_again_to_the_same_bits(
+    fails: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_handed_over: bool
+) -> None:
+    """GIVEN a forward that changes whatever it can WHEN it fails THEN nothing is different, and one line is said."""
+    expected = train(*made(everything))
+    model, optimizer = made(everything)
+    with (
+        caplog.at_level(logging.WARNING, logger="memwall.session.recovery"),
+        memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session,
+    ):
+        found = train(model, optimizer, fails, session if is_handed_over else None)
+    assert found == expected
+    assert session.measured.oom_recoveries == len(fails)
+    assert session.measured.num_steps == NUM_STEPS
+    assert session.plan is not None
+    assert session.plan.actions != ()
+    lines = [record.getMessage() for record in caplog.records if record.name == "memwall.session.recovery"]
+    assert len(lines) == len(fails)
+    again = "step" if is_handed_over else "forward"
+    assert lines[0].startswith(f"out of memory in the forward of step {fails[0] + 1}: 4.0 MiB asked for, ")
+    assert f"the {again} is done again; attempt 1 of 3, under a plan for " in lines[0]
+    assert not [change for change in patches.active() if not change.permanent]
+
+
+def test_hooks_and_arguments_are_those_of_the_first_call(tmp_path: Path) -> None:
+    """GIVEN a forward that takes things out of its batch WHEN it fails THEN they are there again, and what hooks have
+    collected is what they collect of one forward."""
+    called: list[str] = []
+
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Model()
+
+        def forward(self, batch: dict[str, Tensor], scale: float = 1.0) -> Tensor:
+            return (self.model(batch.pop("values")) - batch.pop("labels")).square().mean() * scale
+
+    torch.manual_seed(0)
+    model = Takes()
+    model.register_forward_pre_hook(lambda *_: called.append("model"))
+    model.model.blocks[0].register_forward_pre_hook(lambda *_: called.append("block"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session:
+        for step in range(3):
+            model.model.bomb.num_left = int(step == 1)
+            batch = {"values": torch.randn(SAMPLES, 64), "labels": torch.randn(SAMPLES, 1)}
+            model(batch, scale=0.5).backward()
+            assert batch == {}
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.measured.oom_recoveries == 1
+    assert called == ["model", "block"] * 3
+
+
+def past_autograd(model: Model, values: Tensor) -> Tensor:
+    """Changes a parameter as momentum encoders do."""
+    model.head.bias.data.add_(0.5)
+    return values
+
+
+def large_buffer(model: Model, values: Tensor) -> Tensor:
+    model.large.add_(1.0)
+    return values
+
+
+def input_in_place(_: Model, values: Tensor) -> Tensor:
+    return values.mul_(2.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (past_autograd, "its forward changes head.bias (4 B), of which there is no copy"),
+        (large_buffer, "its forward changes large (2.0 MiB), of which there is no copy"),
+        (input_in_place, "its forward writes into a tensor that it is called with"),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_cannot_be_put_back_is_said(
+    before: Callable[[Model, Tensor], Tensor], reason: str, step: int, tmp_path: Path
+) -> None:
+    """GIVEN a forward with an effect of which there is no copy WHEN it fails THEN the run ends, and says which."""
+    model, optimizer = made(before)
+    with (
+        pytest.raises(OutOfMemoryError) as caught,
+        memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session,
+    ):
+        train(model, optimizer, (step,))
+    assert reason in str(caught.value)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert session.measured.oom_recoveries == 0
+
+
+def test_a_failure_that_no_plan_makes_up_for_ends_the_run(tmp_path: Path) -> None:
+    model, optimizer = made()
+    model.bomb.asked = "900.00 GiB"
+    with (
+        pytest.raises(OutOfMemoryError, match="no plan needs less than that; use a smaller batch"),
+        memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)),
+    ):
+        train(model, optimizer, (1,))
+
+
+def test_the_first_forward_of_a_step_alone_is_called_again(tmp_path: Path) -> None:
+    """GIVEN two forwards in a step WHEN the second fails THEN the run ends: the first one's graph is the loop's."""
+    model, optimizer = made()
+
+    def step(num_failures: int) -> None:
+        first = model(torch.randn(SAMPLES, 64)).square().mean()
+        model.bomb.num_left = num_failures
+        (first + model(torch.randn(SAMPLES, 64)).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session:
+        step(0)
+        step(0)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            step(1)
+        assert "the loop computes the gradients itself" in str(session.explained(caught.value))
+
+
+def test_another_error_passes_as_it_is(tmp_path: Path) -> None:
+    model, optimizer = made()
+    with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session:
+        train(model, optimizer)
+        model._before = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
+        with pytest.raises(ZeroDivisionError):
+            model(torch.randn(SAMPLES, 64))
+    assert session.measured.oom_recoveries == 0
+
+
+def test_by_accelerate_a_plain_loop_calls_its_forward_again(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from memwall.integrations.accelerate import MemwallPlugin
+
+    def trained(budget: str | None, fails: int) -> tuple[str, Any]:
+        model, optimizer = made(everything)
+        accelerator = accelerate.Accelerator(cpu=True)
+        if budget is None:
+            return train(*accelerator.prepare(model, optimizer)), None
+        with MemwallPlugin(budget=budget, disk=str(tmp_path)) as plugin:
+            return train(*plugin.prepare(accelerator, model, optimizer), (fails,)), plugin.session
+
+    expected, _ = trained(None, 0)
+    found, session = trained("1TiB", 2)
+    assert found == expected
+    assert session.measured.oom_recoveries == 1
