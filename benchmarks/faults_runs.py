@@ -96,15 +96,15 @@ def plan_for(model: nn.Module) -> Plan:
     )
 
 
-def by_fit(folder: Path, arm: Callable[[], None], *, is_planned: bool = False) -> str:
-    """Trains by `memwall.fit`: each step is handed over, so that it can be done again, or under a plan a plain loop."""
+def by_fit(folder: Path, arm: Callable[[], None], *, is_planned: bool = False, is_handed_over: bool = True) -> str:
+    """Trains by `memwall.fit`, for a budget or by a plan; steps that are not handed over are a plain loop's."""
     model, optimizer = made()
     how: dict[str, Any] = {"plan": plan_for(model)} if is_planned else {"budget": "1TiB"}
     arm()
     with _nothing_left(), memwall.fit(model, optimizer, disk=str(folder), **how) as session:
         for _ in range(NUM_STEPS):
             batch = torch.randn(16, 24)
-            if is_planned:
+            if not is_handed_over:
                 model(batch)["loss"].backward()
             else:
                 session.compute_gradients(batch, lambda rows: model(rows)["loss"])
@@ -195,7 +195,8 @@ def _values(state: Any) -> Iterator[tuple[Any, ...]]:
 
 BY: dict[str, Callable[[Path, Callable[[], None]], str]] = {
     "fit": by_fit,
-    "fit under a plan": partial(by_fit, is_planned=True),
+    "fit, plain loop": partial(by_fit, is_handed_over=False),
+    "fit under a plan": partial(by_fit, is_planned=True, is_handed_over=False),
     "run": partial(by_run, num_steps=NUM_STEPS),
     "trainer": by_trainer,
 }
