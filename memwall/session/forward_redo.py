@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.memory.exhaustion import Exhaustion, forget_frames
+from memwall.apply.memory.exhaustion import Exhaustion, forget_frames, is_exhaustion
 from memwall.machine.process_group import num_processes
 from memwall.session.call_state import CallState
 from memwall.session.live_plan import LivePlan
@@ -55,13 +55,25 @@ class ForwardRedo:
             state = self._states[id(model)] = CallState(model)
         self._thread, self._is_disturbed = threading.get_ident(), False
         try:
-            state.take(args, kwargs)
+            if not self._has_memory_for(lambda: state.take(args, kwargs), model):
+                return forward(*args, **kwargs)
             result = self._run_until_done(model, forward, state, args, kwargs)
-            state.settle()
+            self._has_memory_for(state.settle, model)
             return result
         finally:
             state.let_go()
             self._thread = 0
+
+    def _has_memory_for(self, taking: Callable[[], None], model: nn.Module) -> bool:
+        """Tells whether state could be taken down; where memory has run out for that, a forward is left to itself."""
+        try:
+            taking()
+        except Exception as error:
+            if not is_exhaustion(error):
+                raise
+            del self._states[id(model)]
+            return False
+        return True
 
     def forget(self) -> None:
         """Forgets the models that it has known."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import memwall
 from memwall import patches
 from memwall.errors import OutOfMemoryError
+from memwall.session.model_state import ModelState
 from memwall.session.session import Session
 
 pytestmark = pytest.mark.slow
@@ -229,6 +230,28 @@ def test_the_first_forward_of_a_step_alone_is_called_again(tmp_path: Path) -> No
         with pytest.raises(torch.OutOfMemoryError) as caught:
             step(1)
         assert "the loop computes the gradients itself" in str(session.explained(caught.value))
+
+
+@pytest.mark.parametrize("what", ["take", "settle"])
+def test_memory_that_runs_out_for_what_is_kept_ends_no_run(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN no memory for a copy of what a forward changes WHEN it runs THEN it runs, and the next has its copy."""
+    expected = train(*made(everything))
+    model, optimizer = made(everything)
+    failing, original = Bomb(), getattr(ModelState, what)
+    failing.num_left = 1
+
+    def fails(state: ModelState) -> None:
+        failing.passes()
+        original(state)
+
+    monkeypatch.setattr(ModelState, what, fails)
+    with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session:
+        found = train(model, optimizer, (2,))
+    assert failing.num_left == 0
+    assert found == expected
+    assert session.measured.oom_recoveries == 1
 
 
 def test_another_error_passes_as_it_is(tmp_path: Path) -> None:
