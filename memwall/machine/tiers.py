@@ -28,6 +28,8 @@ class Machine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Those that plans may use, the nearest one first."""
     cpu_step_bytes_per_second: float = 0.0
     """How fast torch's fused AdamW reads and writes memory on the CPU, all its threads together."""
+    cpu_step_bfloat16_bytes_per_second: float = 0.0
+    """The same of parameters, gradients and state in bfloat16, which the CPU converts."""
     copy_seconds_per_byte: float = 0.0
     """Computing time that moving a byte out and back costs."""
     fault_seconds_per_byte: float = 0.0

@@ -5,6 +5,8 @@ from itertools import zip_longest
 
 from memwall.trace.records import Step
 
+STEPPED_DTYPES = ("float32", "bfloat16")
+"""Names what parameters may be in: torch's fused kernel steps others as well, whose speed is not measured."""
 NUM_STAGES = 2
 """One bucket is stepped while the next comes down; the one before goes up from where that comes down to."""
 

@@ -123,7 +123,7 @@ def test_the_probe_keeps_to_the_limit(link: Link) -> None:
 def test_plans_know_the_link_what_they_may_pin_and_the_cpu_if_it_may_step(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_step, "_bytes_per_second", lambda: 3e10)
+    monkeypatch.setattr(cpu_step, "_bytes_per_second", lambda dtype: 1.5e10 * torch.finfo(dtype).bits / 16)
     found = machine_above_host(CPU, limit_bytes=1 << 30)
     host = Tier(name="host", write_bytes_per_second=2.4e10, read_bytes_per_second=1.3e10, free_bytes=1 << 30)
     assert found.tiers == (host,)
@@ -132,7 +132,7 @@ def test_plans_know_the_link_what_they_may_pin_and_the_cpu_if_it_may_step(
     assert found.copy_seconds_per_byte == 0.0
     measured = CpuStepHandler.measured(found)
     assert measured.tiers == (host,)
-    assert measured.cpu_step_bytes_per_second == 3e10
+    assert (measured.cpu_step_bytes_per_second, measured.cpu_step_bfloat16_bytes_per_second) == (3e10, 1.5e10)
 
 
 def test_where_nothing_can_be_pinned_plans_leave_host_memory_out(

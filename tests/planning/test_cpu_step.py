@@ -203,7 +203,29 @@ def test_what_is_not_legal_says_why(trace: Trace, hardware: Hardware) -> None:
     assert "pass --host SIZE" in reason(on_machine(trace, tiers=()), *ALLOWED)
     assert HOW in reason(on_machine(trace, cpu_step_bytes_per_second=0.0), *ALLOWED)
     lower = traced(hardware, torch.optim.AdamW, torch.bfloat16)
-    assert "in float32; here are some in bfloat16" in reason(lower, *ALLOWED)
+    assert HOW in reason(on_machine(lower, cpu_step_bytes_per_second=FAST), *ALLOWED)
+    lower = on_machine(lower, cpu_step_bytes_per_second=FAST, cpu_step_bfloat16_bytes_per_second=FAST)
+    assert reason(lower, *ALLOWED) == ""
+    half = on_machine(traced(hardware, torch.optim.AdamW, torch.float16), cpu_step_bytes_per_second=FAST)
+    assert "in float32 or bfloat16; here are some in float16" in reason(half, *ALLOWED)
+
+
+def test_parameters_in_bfloat16_are_stepped_as_fast_as_was_measured_of_them(hardware: Hardware) -> None:
+    """GIVEN a link that is no bound WHEN the kernel is four times as slow in bfloat16 THEN so is the step, by byte."""
+    trace = traced(hardware, lambda parameters: torch.optim.AdamW(parameters, foreach=False), torch.bfloat16)
+    step, (tier,) = steady_step(trace), trace.machine.tiers
+    fast_link = msgspec.structs.replace(tier, read_bytes_per_second=1e15, write_bytes_per_second=1e15)
+    machine = on_machine(
+        trace,
+        tiers=(fast_link,),
+        cpu_step_bytes_per_second=4 * SLOW,
+        cpu_step_bfloat16_bytes_per_second=SLOW,
+    )
+    found = step_on_cpu(machine, step, capacity_bytes=HOST_BYTES, allow=ALLOWED)
+    assert found is not None
+    assert found.cost_seconds is not None
+    computing = sum(op.seconds for op in step.ops if op.phase == "optimizer")
+    assert found.cost_seconds + computing == pytest.approx(7 * gradient_bytes(step) / SLOW, rel=1e-3)
 
 
 def test_what_cannot_weigh_it_refuses_it_and_says_what_can(trace: Trace, hardware: Hardware) -> None:

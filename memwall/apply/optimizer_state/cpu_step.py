@@ -66,7 +66,7 @@ class CpuStep:
     """Has an Adam or AdamW step on the CPU, with its state there, until `undo`.
 
     Args:
-        optimizer: its parameters are dense, in float32 and on `device`.
+        optimizer: its parameters are dense, in float32 or bfloat16 and on `device`.
         bucket_bytes: parameters that are stepped at a time. A larger one is a bucket by itself.
         limit_bytes: the most to take of host memory, for state and what passes through.
 

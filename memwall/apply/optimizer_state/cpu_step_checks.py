@@ -5,12 +5,13 @@ from torch import Tensor
 
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.errors import ApplyError, StoreError
-from memwall.predict.cpu_step_pipeline import staged_bytes
+from memwall.predict.cpu_step_pipeline import STEPPED_DTYPES, staged_bytes
 from memwall.store.buckets import is_dense
 from memwall.trace.optimizers import WITH_MOMENTS, has_moments
 from memwall.units import format_bytes
 
 _CPU = torch.device("cpu")
+_DTYPES = frozenset(getattr(torch, name) for name in STEPPED_DTYPES)
 _WITHOUT = "plan without --allow cpu-optimizer-step"
 # Counters of steps are smaller, and are not counted.
 _MIN_BYTES = 16
@@ -36,13 +37,13 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ApplyError: somebody has moved it, or converted it.
     """
-    for state in optimizer.state.values():
+    for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 continue
             found = f"on {value.device}" if value.device != _CPU else ""
-            if value.ndim > 0 and value.dtype != torch.float32:
-                found = f"in {value.dtype}, not in float32"
+            if value.ndim > 0 and value.dtype != parameter.dtype:
+                found = f"in {value.dtype}, not in its parameter's {parameter.dtype}"
             if found:
                 raise ApplyError(
                     f"the plan steps the {type(optimizer).__name__} on the CPU, and its '{key}' is {found}; leave its "
@@ -83,8 +84,8 @@ def _obstacle(optimizer: torch.optim.Optimizer, device: torch.device) -> str | N
             for name, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
                 if tensor is not None and tensor.device != device:
                     return f"a {name} is on {tensor.device}, not on {device}"
-            if parameter.dtype != torch.float32:
-                return f"a parameter is in {parameter.dtype}, not in float32"
+            if parameter.dtype not in _DTYPES:
+                return f"a parameter is in {parameter.dtype}, not in {' or '.join(STEPPED_DTYPES)}"
             if not is_dense(parameter):
                 return "a parameter lies in memory with gaps"
             if parameter.grad is not None and parameter.grad.is_sparse:

@@ -17,7 +17,9 @@ from memwall.planning.techniques.cpu_step import StepOnCpu
 _NUM_ELEMENTS = 8 << 20
 _NUM_STEPS = 5
 # A parameter, its gradient and two moments are read, all but the gradient are written.
-_BYTES_PER_ELEMENT = 7 * torch.float32.itemsize
+_NUM_PASSES = 7
+_RATES = {"cpu_step_bytes_per_second": torch.float32, "cpu_step_bfloat16_bytes_per_second": torch.bfloat16}
+"""Names what a machine has measured, and the dtype of parameters, gradients and state meanwhile."""
 
 
 @register("cpu-step")
@@ -30,7 +32,7 @@ class CpuStepHandler(StateHandler[StepOnCpu]):
     def measured(cls, machine: Machine) -> Machine:
         if not machine.tiers:  # there is nowhere to have the state
             return machine
-        return msgspec.structs.replace(machine, cpu_step_bytes_per_second=_bytes_per_second())
+        return msgspec.structs.replace(machine, **{name: _bytes_per_second(dtype) for name, dtype in _RATES.items()})
 
     @classmethod
     def why_not_here(cls, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
@@ -61,13 +63,13 @@ class CpuStepHandler(StateHandler[StepOnCpu]):
         return (self.action.saved_bytes or 0) if tier == "host" else 0
 
 
-def _bytes_per_second() -> float:
+def _bytes_per_second(dtype: torch.dtype) -> float:
     """Measures what a step of torch's fused kernel reads and writes with all threads: the fastest of a few steps.
 
     The figure has two digits: no more of them repeat.
     """
-    parameter = torch.zeros(_NUM_ELEMENTS, device="cpu")
-    parameter.grad = torch.ones(_NUM_ELEMENTS, device="cpu")
+    parameter = torch.zeros(_NUM_ELEMENTS, dtype=dtype, device="cpu")
+    parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     # Below the hooks, where a run that is watched would take it for an optimizer of its own.
     step = below_hooks(torch.optim.AdamW.step)
@@ -77,4 +79,4 @@ def _bytes_per_second() -> float:
         begin = time.perf_counter()
         step(optimizer)
         fastest_seconds = min(fastest_seconds, time.perf_counter() - begin)
-    return float(f"{_NUM_ELEMENTS * _BYTES_PER_ELEMENT / fastest_seconds:.1e}")
+    return float(f"{_NUM_PASSES * parameter.nbytes / fastest_seconds:.1e}")

@@ -7,7 +7,7 @@ from memwall.planning.action import Action, Exactness
 from memwall.planning.location import Location, can_move_optimizer_state
 from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.technique import DeepSpeedPart, Technique
-from memwall.predict.cpu_step_pipeline import gradient_bytes, pipelined_seconds, staging_bytes
+from memwall.predict.cpu_step_pipeline import STEPPED_DTYPES, gradient_bytes, pipelined_seconds, staging_bytes
 from memwall.predict.state_on_disk import movable_state_bytes, with_state_on_disk
 from memwall.trace.optimizers import WITH_MOMENTS
 from memwall.trace.records import Step, Trace
@@ -52,12 +52,13 @@ class _CpuStep(Technique[StepOnCpu]):
         if trace.optimizer not in WITH_MOMENTS:
             names = " and ".join(WITH_MOMENTS)
             return f"only {names} are stepped on the CPU; {trace.optimizer or 'nothing'} steps"
-        others = {s.dtype for s in steady_step(trace).storages if s.category == "gradient"} - {"float32", ""}
+        others = _gradient_bytes_by_dtype(steady_step(trace)).keys() - {*STEPPED_DTYPES}
         if others:
-            return f"the CPU steps parameters in float32; here are some in {', '.join(sorted(others))}"
+            known = " or ".join(STEPPED_DTYPES)
+            return f"the CPU steps parameters in {known}; here are some in {', '.join(sorted(others))}"
         if trace.machine.next_tier is None:
             return "a step on the CPU has its state in host memory; pass --host SIZE together with --device NAME"
-        if not trace.machine.cpu_step_bytes_per_second:
+        if not _bytes_per_second(trace):
             return f"it is not known how fast the CPU steps; {_HOW_TO_STEP_ON_CPU}, which measures it"
         return None
 
@@ -146,8 +147,28 @@ class _CpuStep(Technique[StepOnCpu]):
 TECHNIQUE = _CpuStep()
 
 
+def _gradient_bytes_by_dtype(step: Step) -> dict[str, int]:
+    """Returns the bytes of a step's gradients in each dtype; what has none is in float32."""
+    found: dict[str, int] = {}
+    for storage in step.storages:
+        if storage.category == "gradient":
+            dtype = storage.dtype or "float32"
+            found[dtype] = found.get(dtype, 0) + storage.nbytes
+    return found
+
+
+def _bytes_per_second(trace: Trace) -> float:
+    """Returns how fast the CPU steps what a trace has gradients for, of all dtypes; 0.0 where that is not known."""
+    machine = trace.machine
+    rates = {"float32": machine.cpu_step_bytes_per_second, "bfloat16": machine.cpu_step_bfloat16_bytes_per_second}
+    found = _gradient_bytes_by_dtype(steady_step(trace)) or {"float32": 1}
+    if not all(rates[dtype] for dtype in found):
+        return 0.0
+    return sum(found.values()) / sum(nbytes / rates[dtype] for dtype, nbytes in found.items())
+
+
 def _kernel_text(trace: Trace) -> str:
-    return f"torch's fused kernel at {format_bytes(trace.machine.cpu_step_bytes_per_second)}/s as measured here"
+    return f"torch's fused kernel at {format_bytes(_bytes_per_second(trace))}/s as measured here"
 
 
 def _cpu_step_seconds(trace: Trace, steady: Step, state_bytes: int) -> float:
@@ -167,6 +188,6 @@ def _cpu_step_seconds(trace: Trace, steady: Step, state_bytes: int) -> float:
         _BUCKET_BYTES,
         down_seconds=2 / tier.write_bytes_per_second,
         up_seconds=1 / tier.read_bytes_per_second,
-        cpu_seconds=(3 + 2 * state_share) / trace.machine.cpu_step_bytes_per_second,
+        cpu_seconds=(3 + 2 * state_share) / _bytes_per_second(trace),
     )
     return max(0.0, seconds - sum(op.seconds for op in steady.ops if op.phase == "optimizer"))

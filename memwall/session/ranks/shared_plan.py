@@ -240,10 +240,10 @@ def _slowest(machines: Sequence[Machine]) -> Machine:
     """Returns a machine that is as slow as the slowest of these in everything, with the tiers that all of them have."""
     num_tiers = min(len(machine.tiers) for machine in machines)
     tiers = [[machine.tiers[index] for machine in machines] for index in range(num_tiers)]
-    steps = [machine.cpu_step_bytes_per_second for machine in machines]
     return Machine(
         tiers=tuple(_smallest(each) for each in tiers),
-        cpu_step_bytes_per_second=min(steps),
+        cpu_step_bytes_per_second=min(machine.cpu_step_bytes_per_second for machine in machines),
+        cpu_step_bfloat16_bytes_per_second=min(machine.cpu_step_bfloat16_bytes_per_second for machine in machines),
         copy_seconds_per_byte=max(machine.copy_seconds_per_byte for machine in machines),
         fault_seconds_per_byte=max(machine.fault_seconds_per_byte for machine in machines),
         huge_fault_seconds_per_byte=max(machine.huge_fault_seconds_per_byte for machine in machines),

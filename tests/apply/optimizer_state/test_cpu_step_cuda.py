@@ -10,8 +10,10 @@ from memwall.apply.optimizer_state.cpu_step import CpuStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 NUM_STEPS = 10
+FLOAT, LOWER = (torch.float32,), (torch.bfloat16,)
 
 
+@pytest.mark.parametrize("dtypes", [FLOAT, LOWER, (*LOWER, *FLOAT)], ids=["float32", "bfloat16", "both"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -21,9 +23,11 @@ NUM_STEPS = 10
     ],
     ids=["foreach", "fused", "amsgrad"],
 )
-def test_parameters_and_state_are_those_of_the_fused_step_on_the_cpu(make: Make) -> None:
+def test_parameters_and_state_are_those_of_the_fused_step_on_the_cpu(
+    make: Make, dtypes: tuple[torch.dtype, ...]
+) -> None:
     gradients = torch.Generator().manual_seed(0)
-    there = [torch.ones(256, 1024, device="cuda") for _ in range(6)]
+    there = [torch.ones(256, 1024, dtype=dtypes[number % len(dtypes)], device="cuda") for number in range(6)]
     here = [parameter.cpu() for parameter in there]
     optimizer = make(there)
     settings = {**make.keywords, "foreach": None, "fused": True} if isinstance(make, partial) else {}
@@ -31,7 +35,7 @@ def test_parameters_and_state_are_those_of_the_fused_step_on_the_cpu(make: Make)
     stepped = CpuStep(optimizer, torch.device("cuda", 0), bucket_bytes=2 << 20, limit_bytes=1 << 30)
     for _ in range(NUM_STEPS):
         for on_device, on_cpu in zip(there, here, strict=True):
-            on_cpu.grad = torch.randn(on_cpu.shape, generator=gradients)
+            on_cpu.grad = torch.randn(on_cpu.shape, generator=gradients).to(on_cpu.dtype)
             on_device.grad = on_cpu.grad.cuda()
         for one in (optimizer, reference):
             one.step()
