@@ -8,19 +8,10 @@ import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from msgspec import Struct
-
 from memwall.errors import UsageError
+from memwall.observe.script_source import Mistake, Source, keywords_of, name_of
 
 _LOW = {"bfloat16", "float16", "half"}
-
-
-class Mistake(Struct, frozen=True, kw_only=True):
-    """Names what a line of a script does wrong."""
-
-    line: int
-    found: str
-    advice: str
 
 
 def mistakes_in(path: Path) -> tuple[Mistake, ...]:
@@ -30,42 +21,23 @@ def mistakes_in(path: Path) -> tuple[Mistake, ...]:
         UsageError: it cannot be read, or is no Python.
     """
     try:
-        source = _Source(ast.parse(path.read_text(encoding="utf-8")))
+        source = Source(ast.parse(path.read_text(encoding="utf-8")))
     except (OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as a Python script: {error}") from error
     found = (mistake for rule in _RULES for mistake in rule(source))
     return tuple(sorted(found, key=lambda mistake: (mistake.line, mistake.found)))
 
 
-class _Source:
-    """Holds a script as it is asked by the rules."""
-
-    def __init__(self, tree: ast.AST) -> None:
-        self.nodes = list(ast.walk(tree))
-        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
-        self.functions = [node for node in self.nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        self.loops = [node for node in self.nodes if isinstance(node, (ast.For, ast.While))]
-
-    def called(self, *names: str) -> list[ast.Call]:
-        """Returns calls of functions and methods of these names."""
-        return [call for call in self.calls if _name(call.func) in names]
-
-    @property
-    def is_distributed(self) -> bool:
-        """Tells whether several processes run this script."""
-        return bool(self.called("DistributedDataParallel", "DDP", "fully_shard", "Accelerator", "init_process_group"))
-
-
-def _batch_of_a_device(source: _Source) -> Iterator[Mistake]:
+def _batch_of_a_device(source: Source) -> Iterator[Mistake]:
     if _has_keyword(source, "Accelerator", "split_batches", True):
         return
     for call in source.calls:
         for keyword in call.keywords:
-            is_loader = keyword.arg == "batch_size" and _name(call.func) == "DataLoader" and source.is_distributed
+            is_loader = keyword.arg == "batch_size" and name_of(call.func) == "DataLoader" and source.is_distributed
             if not is_loader and keyword.arg not in ("per_device_train_batch_size", "train_micro_batch_size_per_gpu"):
                 continue
             # What is computed from it may well be a device's part, whatever divides it is called.
-            if any(part in _name(keyword.value) for part in ("global", "total")):
+            if any(part in name_of(keyword.value) for part in ("global", "total")):
                 yield Mistake(
                     line=keyword.value.lineno,
                     found=f"{keyword.arg} is of one device, and is given the global batch",
@@ -73,11 +45,11 @@ def _batch_of_a_device(source: _Source) -> Iterator[Mistake]:
                 )
 
 
-def _mean_over_ranks(source: _Source) -> Iterator[Mistake]:
+def _mean_over_ranks(source: Source) -> Iterator[Mistake]:
     if not source.is_distributed or source.called("all_reduce", "reduce", "gather") or _mentions_any(source, _COUNTS):
         return
     for call in source.called("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss"):
-        keywords = _keywords(call)
+        keywords = keywords_of(call)
         if "ignore_index" in keywords and not _is_constant(keywords.get("reduction"), "sum", "none"):
             yield Mistake(
                 line=call.lineno,
@@ -87,19 +59,21 @@ def _mean_over_ranks(source: _Source) -> Iterator[Mistake]:
             )
 
 
-def _clipping_before_unscaling(source: _Source) -> Iterator[Mistake]:
+def _clipping_before_unscaling(source: Source) -> Iterator[Mistake]:
     if not source.called("GradScaler"):
         return
     in_functions = {node for each in source.functions for statement in each.body for node in ast.walk(statement)}
     scopes = [[node for statement in each.body for node in ast.walk(statement)] for each in source.functions]
     for scope in (*scopes, [node for node in source.nodes if node not in in_functions]):
         calls = [node for node in scope if isinstance(node, ast.Call)]
-        unscaled = [call for call in calls if _name(call.func) == "unscale_"]
-        if not any(_name(call.func) in ("scale", "step") and "scaler" in ast.unparse(call.func) for call in calls) or (
+        unscaled = [call for call in calls if name_of(call.func) == "unscale_"]
+        if not any(
+            name_of(call.func) in ("scale", "step") and "scaler" in ast.unparse(call.func) for call in calls
+        ) or (
             not unscaled and source.called("unscale_")  # elsewhere, maybe before this is called
         ):
             continue
-        for clip in (call for call in calls if _name(call.func) in _CLIPS):
+        for clip in (call for call in calls if name_of(call.func) in _CLIPS):
             if "accelerator" not in ast.unparse(clip.func) and not any(
                 (call.lineno, call.col_offset) < (clip.lineno, clip.col_offset) for call in unscaled
             ):
@@ -110,7 +84,7 @@ def _clipping_before_unscaling(source: _Source) -> Iterator[Mistake]:
                 )
 
 
-def _clipping_each_micro_batch(source: _Source) -> Iterator[Mistake]:
+def _clipping_each_micro_batch(source: Source) -> Iterator[Mistake]:
     for loop in source.loops:
         for window in (node for node in loop.body if isinstance(node, ast.If) and _is_window(node.test)):
             outside = [node for node in loop.body if node is not window]
@@ -124,9 +98,9 @@ def _clipping_each_micro_batch(source: _Source) -> Iterator[Mistake]:
                 )
 
 
-def _last_window(source: _Source) -> Iterator[Mistake]:
+def _last_window(source: Source) -> Iterator[Mistake]:
     for loop in source.loops:
-        if not isinstance(loop, ast.For) or _name(getattr(loop.iter, "func", loop.iter)) == "range":
+        if not isinstance(loop, ast.For) or name_of(getattr(loop.iter, "func", loop.iter)) == "range":
             continue  # how often it runs may be chosen so that windows come out even
         for window in (node for node in loop.body if isinstance(node, ast.If) and _is_window(node.test)):
             stepped = _optimizer_steps(window)
@@ -141,19 +115,19 @@ def _last_window(source: _Source) -> Iterator[Mistake]:
                 )
 
 
-def _low_weights(source: _Source) -> Iterator[Mistake]:
+def _low_weights(source: Source) -> Iterator[Mistake]:
     if _mentions_any(source, _FROZEN):
         return  # a base that is not trained may be in 16 bits
-    flagged = [call for call in source.calls if any(_is_true(_keywords(call).get(name)) for name in ("bf16", "fp16"))]
-    mixed = [call for call in source.calls if "mixed_precision" in _keywords(call)]
+    flagged = [call for call in source.calls if any(_is_true(keywords_of(call).get(name)) for name in ("bf16", "fp16"))]
+    mixed = [call for call in source.calls if "mixed_precision" in keywords_of(call)]
     if not (flagged or mixed or source.called("autocast", "GradScaler")):
         return
     for call in source.calls:
-        keywords, name = _keywords(call), _name(call.func)
+        keywords, name = keywords_of(call), name_of(call.func)
         loaded = keywords.get("torch_dtype", keywords.get("dtype")) if name == "from_pretrained" else None
         cast = call.args[0] if name == "to" and call.args and "model" in ast.unparse(call.func) else None
         is_method = name in ("half", "bfloat16") and "model" in ast.unparse(call.func)
-        if is_method or any(value is not None and _name(value) in _LOW for value in (loaded, cast)):
+        if is_method or any(value is not None and name_of(value) in _LOW for value in (loaded, cast)):
             yield Mistake(
                 line=call.lineno,
                 found="weights, and with them the optimizer's state and every update, are in 16 bits, beside mixed "
@@ -162,7 +136,7 @@ def _low_weights(source: _Source) -> Iterator[Mistake]:
             )
 
 
-def _checkpointing_twice(source: _Source) -> Iterator[Mistake]:
+def _checkpointing_twice(source: Source) -> Iterator[Mistake]:
     # The Trainer's argument calls the model's method: both are one way.
     by_model = [*source.called("gradient_checkpointing_enable"), *_turned_on(source, "gradient_checkpointing")]
     by_fsdp = [
@@ -180,9 +154,9 @@ def _checkpointing_twice(source: _Source) -> Iterator[Mistake]:
         )
 
 
-def _zero_without_effect(source: _Source) -> Iterator[Mistake]:
+def _zero_without_effect(source: Source) -> Iterator[Mistake]:
     configured = [key for key, _ in _in_dictionaries(source, "zero_optimization")]
-    used = source.called("initialize", "DeepSpeedPlugin") or any("deepspeed" in _keywords(c) for c in source.calls)
+    used = source.called("initialize", "DeepSpeedPlugin") or any("deepspeed" in keywords_of(c) for c in source.calls)
     if configured and not used and not source.called("dump"):
         yield Mistake(
             line=configured[0].lineno,
@@ -191,7 +165,7 @@ def _zero_without_effect(source: _Source) -> Iterator[Mistake]:
         )
 
 
-def _data_parallel(source: _Source) -> Iterator[Mistake]:
+def _data_parallel(source: Source) -> Iterator[Mistake]:
     for call in source.called("DataParallel"):
         yield Mistake(
             line=call.lineno,
@@ -200,7 +174,7 @@ def _data_parallel(source: _Source) -> Iterator[Mistake]:
         )
 
 
-def _unused_and_reentrant(source: _Source) -> Iterator[Mistake]:
+def _unused_and_reentrant(source: Source) -> Iterator[Mistake]:
     unused = [*_turned_on(source, "find_unused_parameters"), *_turned_on(source, "ddp_find_unused_parameters")]
     reentrant = [*_turned_on(source, "use_reentrant"), *_true_in_dictionaries(source, "use_reentrant")]
     if unused and reentrant:
@@ -212,24 +186,24 @@ def _unused_and_reentrant(source: _Source) -> Iterator[Mistake]:
         )
 
 
-def _processes_that_train(source: _Source) -> Iterator[Mistake]:
+def _processes_that_train(source: Source) -> Iterator[Mistake]:
     for call in source.called("spawn", "start_processes", "Process"):
-        keywords, is_one = _keywords(call), _name(call.func) == "Process"
+        keywords, is_one = keywords_of(call), name_of(call.func) == "Process"
         target = keywords.get("target") if is_one else keywords.get("fn", call.args[0] if call.args else None)
-        if target is None or not _trains(source, _name(target)):
+        if target is None or not _trains(source, name_of(target)):
             continue
         count = keywords.get("nprocs", call.args[2] if len(call.args) > 2 else None)
         number = ast.unparse(count) if isinstance(count, ast.Constant) and not is_one else "N"
         yield Mistake(
             line=call.lineno,
-            found=f"{_name(target)} trains in processes that the script starts: memwall is not in them, and their "
+            found=f"{name_of(target)} trains in processes that the script starts: memwall is not in them, and their "
             "memory is not planned",
             advice="call it in the script itself, with RANK and WORLD_SIZE from the environment, and start that by "
             f"memwall run --nproc {number} --budget SIZE SCRIPT",
         )
 
 
-def _trains(source: _Source, name: str) -> bool:
+def _trains(source: Source, name: str) -> bool:
     """Tells whether a function calls backward, itself or in another one of the file.
 
     Of one from elsewhere its name tells, or that the script shares its model's memory with it.
@@ -241,14 +215,43 @@ def _trains(source: _Source, name: str) -> bool:
     while waiting:
         function = known[waiting.pop()]
         seen.add(function.name)
-        called = {_name(call.func) for call in ast.walk(function) if isinstance(call, ast.Call)}
+        called = {name_of(call.func) for call in ast.walk(function) if isinstance(call, ast.Call)}
         if called & {"backward", "train"} - known.keys():
             return True
         waiting += (called & known.keys()) - seen
     return False
 
 
-_RULES: tuple[Callable[[_Source], Iterator[Mistake]], ...] = (
+def _pipelines(source: Source) -> Iterator[Mistake]:
+    schedules = {
+        target.id: call
+        for call in source.calls
+        if name_of(call.func).startswith("Schedule")
+        for assigned in source.nodes
+        if isinstance(assigned, ast.Assign) and assigned.value is call
+        for target in assigned.targets
+        if isinstance(target, ast.Name)
+    }
+    for call in source.called(*_ZERO_BUBBLE):
+        yield Mistake(
+            line=call.lineno,
+            found=f"{name_of(call.func)} runs backward twice through what is saved, which no plan makes smaller: "
+            "memwall refuses it",
+            advice="take Schedule1F1B or ScheduleInterleaved1F1B under a budget",
+        )
+    quiet = set(map(id, source.within("no_grad", "inference_mode")))
+    for call in source.called("eval"):
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if isinstance(owner, ast.Name) and owner.id in schedules and id(call) not in quiet:
+            yield Mistake(
+                line=call.lineno,
+                found=f"{owner.id}.eval keeps the graphs of all its micro-batches until the next step: it turns no "
+                "gradients off",
+                advice="call it in torch.no_grad()",
+            )
+
+
+_RULES: tuple[Callable[[Source], Iterator[Mistake]], ...] = (
     _batch_of_a_device,
     _mean_over_ranks,
     _clipping_before_unscaling,
@@ -258,25 +261,18 @@ _RULES: tuple[Callable[[_Source], Iterator[Mistake]], ...] = (
     _checkpointing_twice,
     _zero_without_effect,
     _data_parallel,
+    _pipelines,
     _processes_that_train,
     _unused_and_reentrant,
 )
+_ZERO_BUBBLE = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 _FROZEN = ("get_peft_model", "peft_config", "LoraConfig", "requires_grad_", "requires_grad")
 _COUNTS = ("over_ranks", "num_items_in_batch", "num_tokens")
 
 
-def _name(node: ast.AST) -> str:
-    """Returns the last part of a dotted name; "" of anything else."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _keywords(call: ast.Call) -> dict[str, ast.expr]:
-    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
-
-
-def _has_keyword(source: _Source, function: str, keyword: str, value: bool) -> bool:
-    found = (_keywords(call).get(keyword) for call in source.called(function))
+def _has_keyword(source: Source, function: str, keyword: str, value: bool) -> bool:
+    found = (keywords_of(call).get(keyword) for call in source.called(function))
     return any(isinstance(one, ast.Constant) and one.value is value for one in found)
 
 
@@ -288,24 +284,26 @@ def _is_true(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is True
 
 
-def _turned_on(source: _Source, keyword: str) -> list[ast.Call]:
+def _turned_on(source: Source, keyword: str) -> list[ast.Call]:
     """Returns the calls that are given True by this name."""
-    return [call for call in source.calls if _is_true(_keywords(call).get(keyword))]
+    return [call for call in source.calls if _is_true(keywords_of(call).get(keyword))]
 
 
-def _in_dictionaries(source: _Source, name: str) -> list[tuple[ast.expr, ast.expr]]:
+def _in_dictionaries(source: Source, name: str) -> list[tuple[ast.expr, ast.expr]]:
     """Returns keys of this name in dictionaries that are written out, each with its value."""
     dictionaries = (node for node in source.nodes if isinstance(node, ast.Dict))
     items = (item for each in dictionaries for item in zip(each.keys, each.values, strict=True))
     return [(key, value) for key, value in items if key is not None and _is_constant(key, name)]
 
 
-def _true_in_dictionaries(source: _Source, name: str) -> list[ast.expr]:
+def _true_in_dictionaries(source: Source, name: str) -> list[ast.expr]:
     return [value for _, value in _in_dictionaries(source, name) if _is_true(value)]
 
 
-def _mentions_any(source: _Source, names: tuple[str, ...]) -> bool:
-    found = {_name(node) for node in source.nodes} | {keyword for call in source.calls for keyword in _keywords(call)}
+def _mentions_any(source: Source, names: tuple[str, ...]) -> bool:
+    found = {name_of(node) for node in source.nodes} | {
+        keyword for call in source.calls for keyword in keywords_of(call)
+    }
     return not found.isdisjoint(names)
 
 
@@ -330,4 +328,4 @@ def _optimizer_steps(node: ast.AST) -> list[ast.Call]:
 
 
 def _calls_within(node: ast.AST, *names: str) -> list[ast.Call]:
-    return [each for each in ast.walk(node) if isinstance(each, ast.Call) and _name(each.func) in names]
+    return [each for each in ast.walk(node) if isinstance(each, ast.Call) and name_of(each.func) in names]

@@ -53,5 +53,16 @@ def computes_gradients(schedule: Any) -> bool:
     return bool(getattr(schedule, "_has_backward", True))
 
 
+def splits_backward(schedule: Any) -> bool:
+    """Returns whether a schedule computes gradients of weights apart from those of inputs, as zero-bubble ones do.
+
+    Autograd runs twice through each graph then.
+    """
+    order = getattr(schedule, "pipeline_order", None) or {}
+    return any(
+        action.computation_type.name == "BACKWARD_WEIGHT" for actions in order.values() for action in actions if action
+    )
+
+
 def _stages_of(schedule: Any) -> list[Any]:
     return getattr(schedule, "_stages", None) or [schedule._stage]

@@ -52,6 +52,18 @@ PLANTED: dict[str, tuple[str, int, str, str]] = {
         "those with few labels count too much",
         'model = DDP(model)\nloss = F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum") / total',
     ),
+    "a schedule of a pipeline that no plan can be made for": (
+        "schedule = ScheduleZBVZeroBubble(stages, 4)",
+        1,
+        "ScheduleZBVZeroBubble runs backward twice",
+        "schedule = ScheduleInterleaved1F1B(stages, 4)",
+    ),
+    "a pipeline that is evaluated with gradients": (
+        "schedule = Schedule1F1B(stage, 4)\nmodel.eval()\nschedule.eval(x)",
+        3,
+        "schedule.eval keeps the graphs of all its micro-batches",
+        "schedule = Schedule1F1B(stage, 4)\nmodel.eval()\nwith torch.no_grad():\n    schedule.eval(x)",
+    ),
     "clipping before unscaling": (
         window(within=CLIP),
         6,

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from memwall.errors import UsageError
 from memwall.patches import Patches
 from memwall.session.step_borders import StepBorders
 from memwall.torch_internals.pipelines import (
@@ -17,6 +18,7 @@ from memwall.torch_internals.pipelines import (
     computes_gradients,
     let_go,
     modules_of,
+    splits_backward,
     when_schedules_are_known,
 )
 from memwall.trace.together import models_of
@@ -49,6 +51,7 @@ class Pipelines:
     def _step(self, original: Callable[..., Any], schedule: Any, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if computes_gradients(schedule) else self._borders.while_within("evaluation"):
             if self.trains():
+                _check(schedule)
                 let_go(schedule)
                 self._begin(modules_of(schedule))
             return original(schedule, *args, **kwargs)
@@ -68,3 +71,17 @@ class Pipelines:
     def _trial(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._borders.while_within("trial"), self._unseen():
             return original(*args, **kwargs)
+
+
+def _check(schedule: Any) -> None:
+    """Refuses a schedule whose stages no plan can be made for, on all ranks alike: they have the same one.
+
+    Raises:
+        UsageError: it runs backward twice through each graph, and what is recomputed is there for one backward.
+    """
+    if splits_backward(schedule):
+        raise UsageError(
+            f"{type(schedule).__name__} computes the gradients of weights apart from those of inputs, by a second "
+            "backward through what is saved, which no plan makes smaller; take Schedule1F1B or "
+            "ScheduleInterleaved1F1B, or train this one without memwall"
+        )

@@ -4,7 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rank_runs import found_by_ranks, run_ranks, started_ranks
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+
+import memwall
+from memwall.errors import UsageError
 
 STAGES = """
 import hashlib
@@ -150,3 +156,20 @@ def test_a_script_of_stages_runs_as_it_is(tmp_path: Path) -> None:
     assert statuses == [0, 0], ranks[0].said
     assert [rank.printed for rank in ranks] == plain
     assert "within the budget" in ranks[0].said  # as ranks say it that have met and planned
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
+def test_a_schedule_that_runs_backward_twice_is_refused(kind: type) -> None:
+    """GIVEN two stages on one rank THEN a schedule of whole backwards trains both, and one that divides them none."""
+    models = [nn.Linear(4, 4) for _ in range(2)]
+    stages = [PipelineStage(model, number, 2, torch.device("cpu")) for number, model in enumerate(models)]
+    schedule = kind(stages, 2, loss_fn=lambda out, target: (out - target).square().mean())
+    model = nn.Sequential(*models)
+    with memwall.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="8GiB"):
+        if kind is ScheduleInterleaved1F1B:
+            schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
+        else:
+            with pytest.raises(UsageError, match="ScheduleInterleavedZeroBubble computes the gradients of weights"):
+                schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    assert all((one.weight.grad is not None) == (kind is ScheduleInterleaved1F1B) for one in models)
