@@ -116,13 +116,15 @@ def _without_gain(plain_bytes: int, *, is_small: bool) -> str:
 
 
 def _outside(trained_batch: int, evaluation_batch: int, evaluation_bytes: int) -> str:
-    if evaluation_batch:
+    if evaluation_batch > trained_batch:
         return (
             f"an evaluation of {evaluation_batch} samples at once, more than the {trained_batch} of a step, is "
             f"foreseen to hold {format_bytes(evaluation_bytes, rounding='up')}, which is in that, and no plan makes it "
             "smaller: evaluate fewer at once; a data loader with such batches, which evaluates nothing in this run, is "
             "built after the second step"
         )
+    if evaluation_bytes:
+        return "an evaluation of as many samples as a step has is in that; what else the script does is not"
     return "what the script does outside its training steps, evaluation say, is not in that"
 
 

@@ -15,23 +15,25 @@ from memwall.trace.recurrent import LAYER
 _RECURRENT_SHARE = 3 / 16
 
 
-def evaluation_bytes(trace: Trace, *, batch: int) -> int:
+def evaluation_bytes(trace: Trace, step: Step, *, batch: int, keeps_gradients: bool = False) -> int:
     """Returns the most that the process holds in an evaluation.
 
     A tensor lives until all but autograd let go of it, which the recording saw. What grows with the batch grows in
     proportion; all else stands as it does between training steps, as do samples of which the script holds all at once.
 
     Args:
+        step: the recorded step, with state and parameters where they are.
         batch: samples that are evaluated at once.
+        keeps_gradients: whether those stand as well that are let go before the next step's forward.
     """
-    step = trace.steps[0]
     end = next((operation for name, operation in step.marks if name == "backward"), len(step.ops))
-    scale = max(1.0, batch / trace.micro_batch) if trace.micro_batch else 1.0
+    scale = batch / trace.micro_batch if trace.micro_batch else 1.0
     step = _without_gates(step, trace.names)
     if _are_parts(step.storages, trace):
-        standing = (s if s.category != "input" else msgspec.structs.replace(s, batched=False) for s in step.storages)
-        step = msgspec.structs.replace(step, storages=tuple(standing))
-    storages = tuple(_evaluated(storage, scale, end, len(step.ops)) for storage in step.storages)
+        fixed = (s if s.category != "input" else msgspec.structs.replace(s, batched=False) for s in step.storages)
+        step = msgspec.structs.replace(step, storages=tuple(fixed))
+    standing = _optimizer_end(step) if keeps_gradients else len(step.ops)
+    storages = tuple(_evaluated(storage, scale, end, standing) for storage in step.storages)
     forward = msgspec.structs.replace(step, ops=step.ops[:end], storages=storages)
     # The workspace is what the process has beside tensors, Python's objects say: it does not grow with the batch.
     return trace.base_bytes + trace.workspace_bytes + live_peak_bytes(forward, trace.device)
@@ -57,10 +59,17 @@ def _without_gates(step: Step, names: Sequence[str]) -> Step:
     return msgspec.structs.replace(step, storages=tuple(storages))
 
 
-def _evaluated(storage: Storage, scale: float, end: int, num_ops: int) -> Storage:
-    is_standing = storage.category in ("optimizer_state", "gradient") and storage.death >= num_ops
+def _optimizer_end(step: Step) -> int:
+    """Returns the operation that follows the optimizer's last one, where a loop may let go of gradients."""
+    begins = [begin for _, begin in step.marks] + [len(step.ops)]
+    after = (begins[number + 1] for number, (name, _) in enumerate(step.marks) if name == "optimizer")
+    return max(after, default=len(step.ops))
+
+
+def _evaluated(storage: Storage, scale: float, end: int, standing: int) -> Storage:
+    is_standing = storage.category in ("optimizer_state", "gradient") and storage.death >= standing
     if is_standing or storage.birth < 0:
-        birth, death = -1, num_ops
+        birth, death = -1, end
     else:
         birth, death = storage.birth, min(storage.dropped, storage.death)
     nbytes = int(storage.nbytes * scale) if storage.batched else storage.nbytes

@@ -11,7 +11,7 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     """The recorded step, as it ran and as it would run under another budget. All in bytes of the process."""
 
     needed_bytes: int
-    """The most that it held as it ran, without free pages, or that planning held or an evaluation is going to."""
+    """The most that it held as it ran, without free pages, or that planning held."""
     in_memory_bytes: int
     """The most that it would hold with parameters and gradients in memory; 0 where they were."""
     stays_from_bytes: int
@@ -21,17 +21,9 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     built_from_bytes: int = 0
     """Smallest budget with which these are built in memory, and stay there; 0 where they were."""
     evaluation_batch: int = 0
-    """Samples that the script is going to evaluate at once, which is in `needed_bytes`; 0 where that is not known."""
-    evaluation_bytes: int = 0
-    """Bytes that the process is foreseen to hold then."""
-
-    def grown_by(self, num_bytes: int) -> "FirstStep":
-        """Returns what is needed where the process holds so many bytes more by the time that it evaluates."""
-        if not self.evaluation_bytes:
-            return self
-        foreseen_bytes = self.evaluation_bytes + num_bytes
-        needed_bytes = max(self.needed_bytes, foreseen_bytes)
-        return msgspec.structs.replace(self, needed_bytes=needed_bytes, evaluation_bytes=foreseen_bytes)
+    """Samples that the script is going to evaluate at once; 0 where that is not known."""
+    evaluates_with_gradients: bool = True
+    """Whether gradients are still there then."""
 
     def least_budget_bytes(self, smallest_bytes: int, *, asked_bytes: int, budget_for: Callable[[int], int]) -> int:
         """The smallest budget that a run can keep to, from its first step on.

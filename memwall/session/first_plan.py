@@ -119,8 +119,7 @@ def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tu
     """Returns a plan that knows what planning left in the process, solver and trace; and the trace that says so.
 
     Raises:
-        InfeasibleError: nothing fits, or an evaluation does not; a run under the smallest budget that it names has room
-            for planning as well.
+        InfeasibleError: nothing fits; a run under the smallest budget that it names has room for planning as well.
     """
     _warn_of_limit(trace, settings)
     before_bytes, is_metered = process_bytes(), trace.device == "cpu" and reset_process_peak()
@@ -132,20 +131,13 @@ def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tu
     allocator.trim()
     grown_bytes = process_bytes() - before_bytes if trace.device == "cpu" else 0
     first = settings.first_step
-    if first is not None:
-        first = first.grown_by(max(0, grown_bytes))
-        settings = msgspec.structs.replace(settings, first_step=first)
-    # What a data loader is going to evaluate no plan makes smaller.
-    is_too_small = first is not None and first.evaluation_bytes > settings.budget_bytes
-    if plan is None or is_too_small:
+    if plan is None:
         if first is not None:
             first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, peak_bytes))
             settings = msgspec.structs.replace(settings, first_step=first)
         trace = charged(trace, max(0, grown_bytes))
         if is_metered and peak_bytes - before_bytes > _NOTED_BYTES:
             settings = _rehearsed(trace, settings)
-        if is_too_small:
-            raise RecordingSearch(trace, settings).infeasible()
         plan = make_plan(trace, settings)
     elif grown_bytes > plan.forecast.margin_bytes * _GROWTH_SHARE:
         trace = charged(trace, grown_bytes)

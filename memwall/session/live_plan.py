@@ -15,15 +15,17 @@ from memwall.apply.technique import allowed
 from memwall.errors import InfeasibleError, MemwallError, PlanError
 from memwall.machine.meter import CudaMeter
 from memwall.patches import undo_all
+from memwall.planning.evaluation_under_plan import evaluation_under_actions
 from memwall.planning.modes import has_mode
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
 from memwall.predict.cuda.live_cuda import held_here
+from memwall.predict.first_step import FirstStep
 from memwall.predict.live_device import live_process
 from memwall.session.first_plan import charged, planned
-from memwall.session.loop.evaluation_batch import with_evaluation
+from memwall.session.loop.evaluation_batch import with_evaluation, with_loaders
 from memwall.session.measurements import Measurements, trained_parameters
 from memwall.session.plan_in_effect import PlanInEffect
 from memwall.session.ranks.agreement import Ranks
@@ -31,6 +33,8 @@ from memwall.session.ranks.shared_plan import Solve, check_equal, planned_togeth
 from memwall.session.recorded_step import RecordedForms, RecordedStep
 from memwall.session.step_borders import StepBorders
 from memwall.trace.records import Trace
+from memwall.trace.steps import steady_step
+from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -182,11 +186,18 @@ class LivePlan:
         """
         assert self.recorded is not None
         self.trace, first = self.recorded.finish(self._borders.optimizers)
-        is_evaluated = self._borders.phase == "evaluation"  # what ends the recording is that one begins
-        first = with_evaluation(first, self.trace, self._borders.input_shape if is_evaluated else ())
-        if self.settings.first_step is not None:  # a run under another budget begins with that step again
-            earlier_bytes = self.settings.first_step.needed_bytes
-            first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, earlier_bytes))
+        earlier = self.settings.first_step
+        if earlier is not None:  # a run under another budget begins with that step again
+            first = msgspec.structs.replace(
+                first,
+                needed_bytes=max(first.needed_bytes, earlier.needed_bytes),
+                evaluation_batch=earlier.evaluation_batch,
+                evaluates_with_gradients=earlier.evaluates_with_gradients,
+            )
+        if self.trace.device == "cpu":
+            first = with_loaders(first, self.trace)
+            if self._borders.phase == "evaluation":  # what has ended the recording is that one begins
+                first = self._evaluating(first, self.trace)
         self._differentiates_backward = self.recorded.differentiates_backward
         self.stop_recording()
         self._measured.note_peak()  # planning begins another one
@@ -270,6 +281,32 @@ class LivePlan:
                 if self.plan is None or revision.plan.actions != self.plan.actions:
                     return revision
         return Revision(*self._solved(trace, settings, solve), settings.budget_bytes)
+
+    def make_room_for_evaluation(self) -> None:
+        """Changes to a plan that has room for the evaluation that begins, if the present one has none and one has."""
+        trace, plan, first = self.trace, self.plan, self.settings.first_step
+        if trace is None or plan is None or first is None or self.ranks is not None:
+            return
+        known = self._evaluating(first, trace)
+        if known == first:
+            return
+        self.settings = msgspec.structs.replace(self.settings, first_step=known)
+        foreseen_bytes = evaluation_under_actions(trace, steady_step(trace), plan.actions, known)
+        if foreseen_bytes + plan.forecast.margin_bytes <= self.settings.budget_bytes:
+            return
+        with suppress(InfeasibleError):  # whoever watches the budget says when it is passed
+            revision = self.revised(charged_bytes=0)
+            if revision.plan.actions != plan.actions:
+                _log.warning(
+                    "an evaluation of %d samples at once is foreseen to hold %s under the plan; another one makes room "
+                    "for it, and nothing needs to be done",
+                    known.evaluation_batch,
+                    format_bytes(foreseen_bytes, rounding="up"),
+                )
+                self.change_to(revision)
+
+    def _evaluating(self, first: FirstStep, trace: Trace) -> FirstStep:
+        return with_evaluation(first, trace, self._borders.attached_model, self._borders.input_shape)
 
     @property
     def present(self) -> Revision:

@@ -294,6 +294,11 @@ class Steps:
         """Ends the step, so that it is not recorded with an evaluation, and frees what the step has left."""
         if self.live.ranks is None:
             self.end_step()
+            num_changes = self.live.in_effect.num_changes
+            self.live.make_room_for_evaluation()
+            if self.live.in_effect.num_changes != num_changes:
+                self._clock.forget()
+                self._room.restart()
         else:  # which may not evaluate
             self._end_recording()
         self._make_room()

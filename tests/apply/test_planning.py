@@ -73,23 +73,33 @@ def test_a_refusal_counts_what_planning_for_the_told_budget_holds(
     assert refused(trace, first) >= 790 * MIB
 
 
-def test_an_evaluation_that_does_not_fit_is_refused_with_the_ways_out(trace: Trace) -> None:
+def test_an_evaluation_that_does_not_fit_is_refused_with_the_ways_out() -> None:
     """GIVEN a step that has a plan WHEN an evaluation is to pass the budget THEN it is named."""
+    workload = Workload(
+        model=lambda: nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)),
+        batch=lambda: torch.ones(512, 256),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    trace = record(workload, num_steps=1)
     first = FirstStep(
         needed_bytes=150 * MIB,
         in_memory_bytes=0,
         stays_from_bytes=0,
-        evaluation_batch=8192,
-        evaluation_bytes=3000 * MIB,
+        evaluation_batch=1 << 20,
     )
     with pytest.raises(InfeasibleError) as error:
         planning.planned(trace, Settings(budget_bytes=2000 * MIB, first_step=first), AllocatorHandler())
+    assert ("an evaluation of 1048576 samples at once, more than the 512 of a step, is foreseen to hold ") in str(
+        error.value
+    )
     assert (
-        "an evaluation of 8192 samples at once, more than the 512 of a step, is foreseen to hold 2.93 GiB, which is in "
-        "that, and no plan makes it smaller: evaluate fewer at once; a data loader with such batches, which evaluates "
-        "nothing in this run, is built after the second step"
+        "GiB, which is in that, and no plan makes it smaller: evaluate fewer at once; a data loader with such batches, "
+        "which evaluates nothing in this run, is built after the second step"
     ) in str(error.value)
-    planning.planned(trace, Settings(budget_bytes=4000 * MIB, first_step=first), AllocatorHandler())
+    told_bytes = error.value.smallest_feasible_bytes
+    assert told_bytes > 3000 * MIB
+    planning.planned(trace, Settings(budget_bytes=told_bytes, first_step=first), AllocatorHandler())
 
 
 def workspace_of(trace: Trace, peak_bytes: int, **known: int) -> int:

@@ -110,3 +110,32 @@ def test_so_is_that_of_steps_by_torch_func_that_no_plan_makes_smaller(has_graph:
     followed = run_under(named.group(1), tmp_path)
     assert followed.returncode == 0, followed.stderr
     assert "within the budget" in followed.stderr
+
+
+_EVALUATED_LATE = """
+import torch
+from torch import nn
+model = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(1024, 1024), nn.ReLU())])
+optimizer = torch.optim.Adam(model.parameters())
+data = torch.randn(6144, 1024)
+for step in range(4):
+    optimizer.zero_grad()
+    model(data[:64]).square().mean().backward()
+    optimizer.step()
+    if step == 2:
+        with torch.no_grad():
+            model(data)
+"""
+
+
+def test_an_evaluation_that_the_plan_has_no_room_for_gets_another_one(tmp_path: Path) -> None:
+    """GIVEN a budget with room for Adam's state, of 64 MiB WHEN much is evaluated at once THEN the state makes room."""
+    (tmp_path / "train.py").write_text(_EVALUATED_LATE)
+    refused = run_under("64MiB", tmp_path)
+    named = re.search(r"the smallest feasible one is ([0-9.]+) MiB,", refused.stderr)
+    assert named is not None, refused.stderr
+    followed = run_under(f"{float(named.group(1)) + 100}MiB", tmp_path)
+    assert "optimizer state to disk" not in followed.stderr.partition("an evaluation of 6144 samples at once")[0]
+    assert "another one makes room for it" in followed.stderr
+    assert followed.returncode == 0, followed.stderr
+    assert json.loads((tmp_path / "run.json").read_text())["within_budget"]

@@ -46,7 +46,9 @@ class TestSmallestBudget:
         first = FirstStep(needed_bytes=needed_bytes, in_memory_bytes=0, stays_from_bytes=0)
         error = refusal(trace, first, 100 * MIB)
         assert error.smallest_feasible_bytes >= needed_bytes + 16 * MIB
-        assert "what the script does outside its training steps, evaluation say, is not in that" in str(error)
+        assert "an evaluation of as many samples as a step has is in that; what else the script does is not" in str(
+            error
+        )
 
     def test_of_one_that_needs_less_the_next_forecast_may_differ_by_a_margin(
         self, trace: Trace, smallest_bytes: Callable[..., int]

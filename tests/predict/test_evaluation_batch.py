@@ -8,6 +8,7 @@ import memwall
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
 from memwall.predict.evaluation import evaluation_bytes
 from memwall.torch_internals.profiler import begin_watching_allocations, end_watching_allocations
+from memwall.trace.trace_builder import TraceBuilder
 
 MIB = 1 << 20
 
@@ -23,8 +24,23 @@ def test_it_is_the_forward_of_a_larger_batch_without_what_backward_needs() -> No
     trace = msgspec.structs.replace(memwall.record(workload, num_steps=1), base_bytes=100 * MIB, workspace_bytes=MIB)
     weights, batch = 3 * 4 * MIB, 4 * MIB
     expected = 100 * MIB + 4 * MIB + weights + batch + 2 * batch
-    assert abs(evaluation_bytes(trace, batch=1024) - expected) <= batch
-    assert evaluation_bytes(trace, batch=256) < evaluation_bytes(trace, batch=1024)
+    assert abs(evaluation_bytes(trace, trace.steps[0], batch=1024) - expected) <= batch
+    assert evaluation_bytes(trace, trace.steps[0], batch=256) < evaluation_bytes(trace, trace.steps[0], batch=1024)
+
+
+def test_gradients_stand_that_the_next_step_lets_go_of() -> None:
+    """GIVEN a step whose gradients go after its optimizer's WHEN one is evaluated before THEN they are there."""
+    model = nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    builder = TraceBuilder([model])
+    builder.start_step(optimizer)
+    model(torch.zeros(8, 1024)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    builder.finish_step(optimizer)
+    trace = builder.trace(optimizer)
+    gone, kept = (evaluation_bytes(trace, trace.steps[0], batch=8, keeps_gradients=keeps) for keeps in (False, True))
+    assert kept - gone == 4 * MIB
 
 
 def test_a_recurrent_layer_keeps_no_gates_in_an_evaluation() -> None:
@@ -48,7 +64,7 @@ def test_a_recurrent_layer_keeps_no_gates_in_an_evaluation() -> None:
         held_bytes += num_bytes
         allocated_bytes = max(allocated_bytes, held_bytes)
     resident_bytes = batch.nbytes + process_peak_bytes() - before_bytes
-    assert resident_bytes <= evaluation_bytes(trace, batch=len(batch)) <= allocated_bytes
+    assert resident_bytes <= evaluation_bytes(trace, trace.steps[0], batch=len(batch)) <= allocated_bytes
 
 
 class _LastOf(nn.Module):

@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 import torch
 from torch import nn
@@ -12,10 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import memwall
 from memwall.predict.evaluation import evaluation_bytes
 from memwall.predict.first_step import FirstStep
-from memwall.session.loop import evaluation_batch
 from memwall.session.loop.evaluation_batch import largest_batch, with_evaluation
 
 TRAINED = 7919  # of no other loader in the process
+FIRST = FirstStep(needed_bytes=0, in_memory_bytes=0, stays_from_bytes=0)
 
 
 @pytest.fixture(autouse=True)
@@ -58,31 +57,6 @@ def test_where_no_loader_has_what_is_trained_none_says_anything() -> None:
     assert largest_batch(TRAINED) == 0
 
 
-def test_what_two_runs_measure_apart_does_not_grow_with_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GIVEN runs that measured a MiB of workspace more or less WHEN one is told a budget THEN the other has room."""
-    workload = memwall.Workload(
-        model=lambda: nn.Linear(64, 64),
-        batch=lambda: torch.zeros(TRAINED, 64),
-        loss=lambda model, batch: model(batch).sum(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    )
-    trace = memwall.record(workload, num_steps=1)
-    larger = msgspec.structs.replace(trace, workspace_bytes=trace.workspace_bytes + (1 << 20))
-    monkeypatch.setattr(evaluation_batch, "largest_batch", lambda _: 16 * TRAINED)
-    first = FirstStep(needed_bytes=0, in_memory_bytes=0, stays_from_bytes=0)
-    told, again = with_evaluation(first, trace), with_evaluation(first, larger)
-    assert told.needed_bytes == told.evaluation_bytes
-    assert again.evaluation_bytes == told.evaluation_bytes + (1 << 20)
-
-
-def test_an_evaluation_comes_after_what_planning_left() -> None:
-    first = FirstStep(needed_bytes=300, in_memory_bytes=0, stays_from_bytes=0, evaluation_batch=9, evaluation_bytes=280)
-    assert first.grown_by(10).evaluation_bytes == 290
-    assert first.grown_by(10).needed_bytes == 300
-    assert first.grown_by(50).needed_bytes == 330
-    assert FirstStep(needed_bytes=300, in_memory_bytes=0, stays_from_bytes=0).grown_by(50).needed_bytes == 300
-
-
 def trained_on(taken_from: torch.Tensor | None) -> memwall.Trace:
     """Returns the trace of a step of a linear layer, whose 32 samples are a part of a tensor, or one of their own."""
     workload = memwall.Workload(
@@ -99,14 +73,21 @@ def trained_on(taken_from: torch.Tensor | None) -> memwall.Trace:
     [
         pytest.param((320, 64), 320, id="ten times the samples"),
         pytest.param((32, 128), 64, id="samples twice as long count twice"),
-        pytest.param((32, 64), 0, id="no more than a step has"),
-        pytest.param((320, 8, 8), 0, id="of another kind"),
-        pytest.param((), 0, id="none begins"),
+        pytest.param((8, 64), 8, id="fewer than a step has"),
+        pytest.param((320, 8, 8), 32, id="of another kind, as many as a step has"),
     ],
 )
 def test_an_evaluation_that_begins_says_how_many_samples_it_has(evaluated: tuple[int, ...], batch: int) -> None:
-    first = FirstStep(needed_bytes=0, in_memory_bytes=0, stays_from_bytes=0)
-    assert with_evaluation(first, trained_on(None), evaluated).evaluation_batch == batch
+    known = with_evaluation(FIRST, trained_on(None), nn.Linear(64, 64), evaluated)
+    assert known.evaluation_batch == batch
+    assert with_evaluation(known, trained_on(None), nn.Linear(64, 64), (4, 64)) is known
+
+
+def test_gradients_that_are_there_as_an_evaluation_begins_stay_for_it() -> None:
+    model = nn.Linear(64, 64)
+    assert not with_evaluation(FIRST, trained_on(None), model, (32, 64)).evaluates_with_gradients
+    model(torch.zeros(1, 64)).sum().backward()
+    assert with_evaluation(FIRST, trained_on(None), model, (32, 64)).evaluates_with_gradients
 
 
 def test_samples_that_the_script_holds_all_at_once_do_not_grow_with_the_evaluation() -> None:
@@ -114,6 +95,6 @@ def test_samples_that_the_script_holds_all_at_once_do_not_grow_with_the_evaluati
     sample_bytes = 64 * 4
     evaluated = {}
     for name, trace in (("own", trained_on(None)), ("part", trained_on(torch.zeros(4096, 64)))):
-        small, large = (evaluation_bytes(trace, batch=size) for size in (32, 2048))
+        small, large = (evaluation_bytes(trace, trace.steps[0], batch=size) for size in (32, 2048))
         evaluated[name] = large - small
     assert evaluated == {"own": 2 * 2016 * sample_bytes, "part": 2016 * sample_bytes}

@@ -210,16 +210,19 @@ class RecordingSearch:
 
     @cached_property
     def _least_plan_bytes(self) -> int:
+        searches = (SearchAtLocation(self._inputs, where, packs=self._can_pack) for where in self._leanest_locations)
+        return min(search.smallest_bytes() for search in searches)
+
+    @property
+    def _leanest_locations(self) -> tuple[Location, ...]:
         last = [part.plus(self._offers.leanest) for part in self._offers.last_resorts[-1:]]
         lossy = [location for _, location in self._offers.lossy]
-        leanest = (next(iter(self._offers.ordinary), IN_MEMORY), *lossy, *last)
-        return min(
-            SearchAtLocation(self._inputs, location, packs=self._can_pack).smallest_bytes() for location in leanest
-        )
+        return (next(iter(self._offers.ordinary), IN_MEMORY), *lossy, *last)
 
     def infeasible(self) -> InfeasibleError:
         """Says by how much, and what would help."""
         helps, smallest, first = self._relaxations(), self.smallest_bytes(), self.settings.first_step
+        evaluated = [SearchAtLocation(self._inputs, location).evaluation_bytes for location in self._leanest_locations]
         return InfeasibleError(
             infeasible_message(
                 self.trace,
@@ -229,7 +232,7 @@ class RecordingSearch:
                 parameters_stay=self._offers.stays,
                 is_running=first is not None,
                 evaluation_batch=0 if first is None else first.evaluation_batch,
-                evaluation_bytes=0 if first is None else first.evaluation_bytes,
+                evaluation_bytes=min(evaluated),
                 plain_bytes=None
                 if first is None or first.evaluation_batch
                 else self._process.free(self.steady).process_bytes,

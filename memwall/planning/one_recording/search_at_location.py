@@ -20,6 +20,7 @@ from memwall.planning.block_problem import (
 )
 from memwall.planning.blocks import find_blocks
 from memwall.planning.candidate import Candidate
+from memwall.planning.evaluation_under_plan import evaluation_under_actions
 from memwall.planning.explain import binding_reasons, levers_of
 from memwall.planning.forecast import Lever
 from memwall.planning.location import Location, can_offload
@@ -88,7 +89,7 @@ class SearchAtLocation:
         The user's own micro-batch comes first, so that equal costs leave it alone.
         """
         best: Candidate | None = None
-        if self._location.built_bytes > limit_bytes:
+        if max(self._location.built_bytes, self._evaluated_bytes) > limit_bytes:
             return None
         limit_bytes -= self._location.grown_bytes
         for batch in self._batches():
@@ -100,9 +101,27 @@ class SearchAtLocation:
         return best
 
     def smallest_bytes(self) -> int:
-        """Returns the smallest budget for which there is a candidate, margin included."""
+        """Returns the smallest budget for which there is a candidate, margin included.
+
+        Of a run that has begun, one with room for an evaluation of a step's samples as well, as most will have one.
+        """
         windows = (0, WINDOW_BYTES) if self._can_move else (0,)
-        return min(self._smallest_for(batch, window_bytes) for batch in self._batches() for window_bytes in windows)
+        least_bytes = min(self._smallest_for(batch, size) for batch in self._batches() for size in windows)
+        return max(least_bytes, self._process.budget_for(self.evaluation_bytes))
+
+    @property
+    def evaluation_bytes(self) -> int:
+        """Returns what the process is foreseen to hold in the evaluation that is known of, or in one as a step has."""
+        first = self._settings.first_step
+        if first is None or self._trace.device != "cpu":
+            return 0
+        held_bytes = evaluation_under_actions(self._trace, self._steady, self._location.actions, first)
+        return held_bytes + self._location.grown_bytes
+
+    @property
+    def _evaluated_bytes(self) -> int:
+        first = self._settings.first_step
+        return 0 if first is None or not first.evaluation_batch else self.evaluation_bytes
 
     def _batches(self) -> Iterator[_Batch]:
         """Yields each micro-batch there is, the recorded one first."""
@@ -146,9 +165,8 @@ class SearchAtLocation:
         if not self._location.keeps_tier_busy:
             plain = self._process.untreated(batch.model.step)
             budget_bytes = self._settings.budget_bytes - self._location.grown_bytes
-            first = self._settings.first_step
             # Nor is an evaluation held to anything where nothing is applied.
-            most_bytes = max(plain.process_bytes, 0 if first is None else first.evaluation_bytes)
+            most_bytes = max(plain.process_bytes, self._evaluated_bytes)
             if self._process.fits_untouched(most_bytes, budget_bytes=budget_bytes, limit_bytes=limit_bytes):
                 return self._found(batch, {}, plain, None, 0)
         best: Candidate | None = None

@@ -7,42 +7,44 @@ from types import GeneratorType
 from typing import Any
 
 import msgspec
+from torch import nn
 
 from memwall.checkpoint.discovery import objects_of
-from memwall.predict.evaluation import evaluation_bytes
 from memwall.predict.first_step import FirstStep
 from memwall.session.loop.longer_batch import Shape
+from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.records import Trace
 
 
-def with_evaluation(first: FirstStep, trace: Trace, evaluated: Shape = ()) -> FirstStep:
-    """Returns what a run needs from its first step on, with an evaluation of more samples than a step has.
+def with_evaluation(first: FirstStep, trace: Trace, model: nn.Module, evaluated: Shape) -> FirstStep:
+    """Returns what is known of a run, with the evaluation that begins, if it has more samples than those before.
 
     Args:
-        evaluated: the shape of the batch with which an evaluation begins; () where none does. The largest batches of
-            data loaders count as well.
+        evaluated: the shape of its batch.
     """
-    if trace.device != "cpu":
+    batch = _samples(evaluated, trace)
+    if batch <= first.evaluation_batch:
         return first
-    batch = max(largest_batch(trace.micro_batch), _samples(evaluated, trace))
-    if not batch:
-        return first
-    foreseen_bytes = evaluation_bytes(trace, batch=batch)
+    with without_subclass_functions():  # to look at parameters on disk does not bring them in
+        has_gradients = any(parameter.grad is not None for parameter in model.parameters())
+    had_gradients = first.evaluation_batch > 0 and first.evaluates_with_gradients
     return msgspec.structs.replace(
-        first,
-        needed_bytes=max(first.needed_bytes, foreseen_bytes),
-        evaluation_batch=batch,
-        evaluation_bytes=foreseen_bytes,
+        first, evaluation_batch=batch, evaluates_with_gradients=has_gradients or had_gradients
     )
 
 
+def with_loaders(first: FirstStep, trace: Trace) -> FirstStep:
+    """Returns what is known of a run, with the evaluation that its data loaders are for."""
+    batch = largest_batch(trace.micro_batch)
+    return first if batch <= first.evaluation_batch else msgspec.structs.replace(first, evaluation_batch=batch)
+
+
 def _samples(evaluated: Shape, trace: Trace) -> int:
-    """Returns how many samples of the recorded length a batch has as many numbers as; 0 where it is not larger."""
+    """Returns how many samples of the recorded length a batch has as many numbers as; those of a step if unknown."""
     recorded = trace.input_shape
     if len(evaluated) != len(recorded) or not math.prod(recorded):
-        return 0
-    growth = math.prod(evaluated) / math.prod(recorded)
-    return math.ceil(trace.micro_batch * growth) if growth > 1 else 0
+        return trace.micro_batch
+    return math.ceil(trace.micro_batch * math.prod(evaluated) / math.prod(recorded))
 
 
 def largest_batch(trained: int) -> int:
