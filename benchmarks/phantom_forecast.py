@@ -1,5 +1,6 @@
 """Foresees a case of the zoo on a card, and names what a deviation from the count is made of. Simulated."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -8,7 +9,7 @@ from gpu_truth_case import translated_run
 from prediction_zoo import Precision
 
 from memwall.machine.hardware import Hardware
-from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, events_of_steps
+from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, EventTrace, events_of_steps
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
 from memwall.predict.cuda_allocator.event_replay import Playback
 from memwall.predict.cuda_allocator.memory_blocks import FreeSet, Segment
@@ -16,7 +17,6 @@ from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.step_peaks import NUM_STEADY
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.phases import Phases
-from memwall.trace.records import Step
 from memwall.trace.steps import steady_step
 
 __all__ = ["PHASES", "cause", "foreseen", "peaks_of"]
@@ -41,27 +41,34 @@ class _Allocator(CudaAllocator):
 def foreseen(family: str, precision: Precision, optimizer: str, hardware: Hardware) -> dict[str, Peaks]:
     """Returns the bytes at the peak of each phase of the run, by what torch's allocator calls them.
 
-    Those of steps are made anew with the parts that `cause` tells apart; the others are as `memwall estimate` has them.
+    They are those of `memwall estimate`, with the parts that `cause` tells apart.
     """
     run = translated_run(family, precision, optimizer, hardware)
-    first, *steady = peaks_of(run.training.steps)
     if run.evaluation is None:
         raise RuntimeError(f"no evaluation was recorded: {run.failure}")
     evaluated, after = (*run.evaluation.steps, None)[:2]
     phases = Phases((run.training.steps[0], steady_step(run.training)), evaluated, after_evaluation=after)
-    simulated = phases.peaks(profile_for(str(torch.__version__))[0])
-    assert simulated is not None, "a device without end is never full"
-    found = {
-        name: {"allocated_bytes": peak.allocated_bytes, "reserved_bytes": peak.reserved_bytes}
-        for name, peak in simulated.items()
+    *steps, saved = peaks_of(phases.run)
+    first, *training = peaks_of(events_of_steps(run.training.steps, num_repeats=NUM_STEADY))
+    # What the evaluation leaves cached, the steps after it find.
+    evaluated, *later = steps[1 + NUM_STEADY :]
+    evaluated["reserved_bytes"] = max(peak["reserved_bytes"] for peak in (evaluated, *later))
+    return {
+        "build": _most(peaks_of(phases.built)),
+        "first": first,
+        "steady": _most(training),
+        "eval": evaluated,
+        "save": saved,
+        "resume": _most(peaks_of(phases.resuming)),
     }
-    found |= {"first": first, "steady": {name: max(peaks[name] for peaks in steady) for name in first}}
-    return {phase: found[phase] for phase in PHASES}
 
 
-def peaks_of(steps: tuple[Step, ...]) -> list[Peaks]:
-    """Returns the bytes at the peak of each recorded step, the last of which is run again."""
-    trace = events_of_steps(steps, num_repeats=NUM_STEADY)
+def _most(peaks: Sequence[Peaks]) -> Peaks:
+    return {name: max(peak[name] for peak in peaks) for name in peaks[0]}
+
+
+def peaks_of(trace: EventTrace) -> list[Peaks]:
+    """Returns the bytes at the peak of each step of a trace of events."""
     allocator = _Allocator(AllocatorSettings(), profile_for(str(torch.__version__))[0])
     playback, sizes, requested, found = Playback(allocator), {}, 0, []
     begins = [0, *trace.steps[1:], len(trace.events)]
@@ -89,12 +96,12 @@ def peaks_of(steps: tuple[Step, ...]) -> list[Peaks]:
 
 
 def cause(ours: dict[str, Any], counted: dict[str, Any], quantity: str) -> str:
-    """Returns what a deviation of a step's allocated or reserved bytes is made of; "" where the row does not tell.
+    """Returns what a deviation of a phase's allocated or reserved bytes is made of; "" for a row of an earlier form.
 
     Torch's allocator counts what was requested, blocks with what was too small to be split off them, and segments for
     small blocks and for large ones.
     """
-    if "requested_bytes" not in ours or "requested_bytes" not in counted:
+    if "requested_bytes" not in ours:
         return ""
     more = {name: ours[name] - counted[name] for name in ours}
     tensors = more["requested_bytes"]

@@ -90,8 +90,8 @@ class Phases:
         loaded = steady if resumed is None else resumed
         self._host, self._loaded_host = host_bytes_of(steps[1]), host_bytes_of(loaded)
         self._evaluation_host = None if evaluation is None else host_bytes_of(evaluation)
-        self._built = _events(_standing_alone(steady, "parameter", "buffer"))
-        self._resuming = _events(_standing_alone(loaded, "parameter", "buffer", "optimizer_state"))
+        self.built = _events(_standing_alone(steady, "parameter", "buffer"))
+        self.resuming = _events(_standing_alone(loaded, "parameter", "buffer", "optimizer_state"))
         evaluated = (
             () if evaluation is None else (_between_steps(evaluation, steady), after, *([steady] * (NUM_STEADY - 1)))
         )
@@ -117,7 +117,7 @@ class Phases:
             return event_peaks(events, profile, settings=settings, capacity_bytes=capacity_bytes)
 
         host = self._host
-        built, run, resuming = simulated(self._built), simulated(self.run), simulated(self._resuming)
+        built, run, resuming = simulated(self.built), simulated(self.run), simulated(self.resuming)
         if built is None or run is None or resuming is None:
             return None
         (first, *steps), between = run[:-1], run[-1]

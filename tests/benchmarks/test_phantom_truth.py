@@ -33,12 +33,14 @@ def test_a_card_on_which_every_case_fails_has_a_table_that_says_so() -> None:
 
 
 def test_a_row_beyond_its_goal_is_missed_and_explained() -> None:
-    counted = {"allocated_bytes": 1000, "reserved_bytes": 2000}
+    counted = {"allocated_bytes": 100, "reserved_bytes": 200, "requested_bytes": 90, "small_reserved_bytes": 0}
+    counted = {name: size << 20 for name, size in counted.items()}
     row = {"device": "l4", "case": "one", "counted": dict.fromkeys(PHASES, counted)}
-    row["foreseen"] = dict.fromkeys(PHASES, counted) | {"steady": {"allocated_bytes": 1020, "reserved_bytes": 2000}}
+    more = {"allocated_bytes": 102 << 20, "requested_bytes": 92 << 20}
+    row["foreseen"] = dict.fromkeys(PHASES, counted) | {"steady": counted | more}
     found = phantom_truth.table([row])
     assert found["missed"] == ["steady allocated_bytes median", "steady allocated_bytes worst"]
-    assert found["deviating"] == {"one": {"steady allocated_bytes": [pytest.approx(0.02), ""]}}
+    assert found["deviating"] == {"one": {"steady allocated_bytes": [pytest.approx(0.02), "+2.00 MiB of tensors"]}}
 
 
 def test_the_published_table_is_the_result_file() -> None:
@@ -56,6 +58,13 @@ def test_every_case_meets_every_goal_as_the_page_says() -> None:
     }
     assert len({(row["device"], row["case"]) for row in found["rows"]}) == found["num_cases"]
     assert f"All {found['num_cases']} cases meet them in every phase" in PAGE.read_text().replace("\n", " ")
+
+
+def test_every_deviation_says_what_it_is_made_of() -> None:
+    tables = json.loads(phantom_truth.OUTPUT.read_text())["tables"]
+    causes = [cause for t in tables.values() for e in t["deviating"].values() for _, cause in e.values()]
+    assert causes
+    assert "" not in causes
 
 
 @pytest.mark.parametrize("quantity", phantom_truth.GOALS)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import recording_for, translated
+from memwall.predict.cuda_allocator.allocator_events import events_of_steps
+from memwall.predict.cuda_allocator.step_peaks import NUM_STEADY
 from memwall.trace.workload import Workload
 
 pytestmark = pytest.mark.phantom(numbers=False)
@@ -92,7 +94,9 @@ def test_the_translation_foresees_what_torch_requests(make: Callable[[], nn.RNNB
     hardware = hardware_named("h100-80gb")
     recording = recording_for(hardware)
     trace = record_fake(workload, target="cuda", workspaces=recording.workspaces, choices=recording.choices())
-    first, *steady = peaks_of(translated(trace, hardware, autocast=recording.autocast).steps)
+    first, *steady = peaks_of(
+        events_of_steps(translated(trace, hardware, autocast=recording.autocast).steps, num_repeats=NUM_STEADY)
+    )
     model, batch = steps("cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     counted = []
