@@ -12,6 +12,7 @@ Triton's are computed by its interpreter; without, they are compiled for the car
 import ctypes
 import os
 import pickle
+import signal
 import sys
 import traceback
 from typing import Any
@@ -54,6 +55,8 @@ def run_forked(work: Any, settings: dict[str, Any], item: pytest.Item) -> list[p
         status = 1
         try:
             os.close(reading)
+            # Its watchdog is a thread that this process lacks: told to end, as after a failure, it is waited for.
+            item.config.pluginmanager.unregister(name="faulthandler")
             _settle(settings)
             reports = work()
             _no_value_was_missing(reports)
@@ -69,14 +72,22 @@ def run_forked(work: Any, settings: dict[str, Any], item: pytest.Item) -> list[p
             sys.stderr.flush()
             os._exit(status)
     os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
+    try:
+        with os.fdopen(reading, "rb") as pipe:
+            said = pipe.read()
+    except pytest.fail.Exception as ended:  # by the time-out, which would end the whole run here
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return [_failed(item, str(ended))]
     _, status = os.waitpid(child, 0)
     if said:
         hook = item.config.hook
         return [hook.pytest_report_from_serializable(config=item.config, data=each) for each in pickle.loads(said)]
-    call = pytest.CallInfo.from_call(lambda: pytest.fail(f"the process ended with status {status}"), "call")
-    return [pytest.TestReport.from_item_and_call(item, call)]
+    return [_failed(item, f"the process ended with status {status}")]
+
+
+def _failed(item: pytest.Item, why: str) -> pytest.TestReport:
+    return pytest.TestReport.from_item_and_call(item, pytest.CallInfo.from_call(lambda: pytest.fail(why), "call"))
 
 
 def _no_value_was_missing(reports: list[pytest.TestReport]) -> None:
