@@ -92,7 +92,13 @@ def main() -> None:
     if version("highspy") != SOLVER.partition("==")[2]:
         pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--target", purelib, "--upgrade", SOLVER], check=True)
-    lines = ["import site", *(f"site.addsitedir({each!r})" for each in below), "import phantom.start"]
+    # The checkout comes first: a base that is a phantom environment itself has another checkout's packages.
+    lines = [
+        f"import sys; sys.path.append({str(HERE.parent)!r})",
+        "import site",
+        *(f"site.addsitedir({each!r})" for each in below),
+        "import phantom.start",
+    ]
     (purelib / "phantom.pth").write_text("; ".join(lines) + "\n")
     link = purelib / "phantom"
     link.unlink(missing_ok=True)
