@@ -2,9 +2,10 @@
 
     phantom/run python benchmarks/phantom_budgets.py [MODEL ...] [--shares 80 60 40 25]
 
-Counted is what the device's driver says is in use at its highest, segments and context, from where forward begins: in
-each step after the first, none of which may pass the budget. The forecast is of a steady step, compared with the last
-one; the first under a plan also proves what that does, for which saved tensors live longer, and is shown beside it.
+Counted is what the device's driver says is in use at its highest, segments and context: while the model is built, up to
+the first forward, and in each step from where its forward begins. None of them may pass the budget. The forecast is of
+a steady step, compared with the last one. Shown beside it are the build; the first step, which is recorded; and the
+first under a plan, which also proves what that does, for which saved tensors live longer.
 
 With numbers, every run must end with the weights of the plain one, bit for bit. A budget that is refused names the
 smallest one that would do, and the model is run under that one as well.
@@ -68,13 +69,14 @@ def row_of(model: str, share: int | None, budget_bytes: int, plain: Row, found: 
         told = _SMALLEST.search(found["said"])
         row["smallest_told_bytes"] = parse_size(told.group(1)) if told else None
         return {**row, "said": " ".join(found["said"].split())[:300]}
-    steady, peak = found["peak_bytes"][-1], max(found["peak_bytes"][1:])
+    steady, peak = found["peak_bytes"][-1], max(found["build_bytes"], *found["peak_bytes"])
     predicted = found["report"]["forecast"]["phases"]["steady_step"]["process_bytes"]
     return {
         **row,
         "predicted_bytes": predicted,
         "counted_bytes": steady,
         "prediction_error_percent": round(100 * (predicted - steady) / steady, 2),
+        "build_bytes": found["build_bytes"],
         "first_step_bytes": found["peak_bytes"][0],
         "proving_step_bytes": found["peak_bytes"][1],
         "exceeded_bytes": max(0, peak - budget_bytes),
@@ -120,13 +122,15 @@ def line(row: Row) -> str:
     if "counted_bytes" not in row:
         told = row["smallest_told_bytes"]
         return start + (
-            f"refused; {told / MIB:.0f} told | | | | |" if is_refused(row) else f"FAILED: {row['said']} | | | | |"
+            f"refused; {told / MIB:.0f} told | | | | | | |"
+            if is_refused(row)
+            else f"FAILED: {row['said']} | | | | | | |"
         )
-    proving = f"{row['proving_step_bytes'] / MIB:.0f}" if "proving_step_bytes" in row else ""  # rows of an earlier call
     over = f"{row['exceeded_bytes'] / MIB:.1f} over" if row["exceeded_bytes"] else "kept"
     return start + (
         f"{row['predicted_bytes'] / MIB:.0f} | {row['counted_bytes'] / MIB:.0f} | "
-        f"{row['prediction_error_percent']:+.1f} % | {proving} | "
+        f"{row['prediction_error_percent']:+.1f} % | {row['build_bytes'] / MIB:.0f} | "
+        f"{row['first_step_bytes'] / MIB:.0f} | {row['proving_step_bytes'] / MIB:.0f} | "
         f"{over}, weights {'equal' if row['is_digest_equal'] else 'OTHER'}"
         f"{'' if not row['status'] else ', status ' + str(row['status'])} |"
     )
@@ -141,8 +145,10 @@ def main() -> int:
     models = arguments.models or MODELS
     old = json.loads(arguments.output.read_text())["rows"] if arguments.output.exists() else []
     rows = {model: [row for row in old if row["model"] == model] for model in MODELS}
-    print("| model | share of plain peak | budget MiB | predicted MiB | counted MiB | error | first under the plan | |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| model | share of plain peak | budget MiB | predicted MiB | counted MiB | error | build | first | proving | |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     result = {"tag": "simulated", "device": f"phantom {CARD}", "context_bytes": CONTEXT_BYTES}
     with tempfile.TemporaryDirectory() as name:

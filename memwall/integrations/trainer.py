@@ -188,7 +188,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
             seconds = f"{median(measured.step_seconds):.3f} s" if measured.step_seconds else "not timed"
             budget_bytes = forecast.budget_bytes or 0
             peak_bytes = max(measured.overall_peak_bytes, measured.peak_bytes)
-            passed = " (passed)" if budget_bytes and measured.judged_peak_bytes > budget_bytes else ""
+            passed = " (passed)" if budget_bytes and peak_bytes > budget_bytes else ""
             tell(
                 f"{measured.num_steps} steps (median {seconds}) under {len(session.plan.actions)} actions; peak "
                 f"{format_bytes(peak_bytes, rounding='up')}, foreseen "
@@ -199,7 +199,7 @@ class MemwallCallback(TrainerCallback):  # type: ignore[misc]
     def _is_exceeded(self, state: Any) -> bool:
         """Returns whether the run has passed its budget, on any rank: all of them end training, or none does."""
         assert self.session is not None
-        peak_bytes, budget_bytes = self.session.measured.judged_peak_bytes, self.session.budget_bytes
+        peak_bytes, budget_bytes = self.session.measured.overall_peak_bytes, self.session.budget_bytes
         excess_bytes = peak_bytes - budget_bytes
         if self.session.ranks is not None:
             excess_bytes = agreed_excess(self.session.ranks, excess_bytes)

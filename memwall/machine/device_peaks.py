@@ -97,6 +97,14 @@ def allocator_peak(device: torch.device) -> AllocatorPeak:
     return AllocatorPeak(**peaks, inactive_bytes=inactive_bytes, num_retries=int(found["num_alloc_retries"]))
 
 
+def reserved_peaks() -> dict[int, int]:
+    """Returns the most bytes of segments that each device has held so far; nothing before CUDA is used."""
+    if not torch.cuda.is_initialized():
+        return {}
+    devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return {device.index: allocator_peak(device).reserved_bytes for device in devices}
+
+
 def reset_allocator_peak(device: torch.device) -> None:
     """Begins memwall's peaks of a device anew; where a session keeps them apart, the script's go on."""
     kept = _separate.get(_index_of(device))

@@ -23,7 +23,7 @@ def run_report(session: Session, *, script: str = "") -> RunReport:
         raise TraceError("the run ended before its first step was complete; there is nothing to compare")
     budget_bytes = session.budget_bytes
     steady_bytes = measured.peak_bytes or measured.first_step_peak_bytes
-    judged_bytes = max(measured.judged_peak_bytes, measured.peak_bytes)
+    judged_bytes = max(measured.overall_peak_bytes, measured.peak_bytes)
     tier = "disk" if plan.forecast.device == "cpu" else "host"
     allocator = measured.allocator
     planned_bytes = measured.bytes_to_tier - measured.first_step_bytes_to_tier

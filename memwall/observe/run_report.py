@@ -23,9 +23,8 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tag: Tag = "cpu-measured"
     """Files that do not say are of runs on a CPU."""
     peak: PeakBytes
-    """The peak of the whole run; on a CUDA device of what followed the recorded step, with the allocated and reserved
-    bytes of the steps under the plan as torch counts them. On a CPU, allocated_bytes is what the process held beyond
-    its base."""
+    """The peak of the whole run; on a CUDA device with the allocated and reserved bytes of the steps under the plan as
+    torch counts them. On a CPU, allocated_bytes is what the process held beyond its base."""
     steady_peak_bytes: int = 0
     """Process bytes of the steps under the plan."""
     replaced_peak_bytes: int = 0
@@ -95,8 +94,7 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     forecast: Forecast
     measured: Measured
     within_budget: bool
-    """Whether the peak was, of several ranks that of each; on a CUDA device that of the steps after the recorded one,
-    which has all state there."""
+    """Whether the peak was, of several ranks that of each."""
     ranks: RankSpread | None = None
     """Spread over the ranks of a run; None where one process has trained."""
 
@@ -108,19 +106,15 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def judged_peak_bytes(self) -> int:
         """Returns the process's highest peak of all that has to keep to the budget."""
-        return max(self.measured.peak.process_bytes, self._judged_first_bytes)
+        return max(self.measured.peak.process_bytes, self.measured.first_step_peak_bytes)
 
     @property
     def outside_steps_bytes(self) -> int | None:
         """Returns the process's peak between and after the steps, where it is the highest: no forecast is about it."""
         overall_bytes = self.measured.peak.process_bytes
-        in_steps = (self.steady_peak_bytes, self.measured.replaced_peak_bytes, self._judged_first_bytes)
+        measured = self.measured
+        in_steps = (self.steady_peak_bytes, measured.replaced_peak_bytes, measured.first_step_peak_bytes)
         return overall_bytes if overall_bytes > max(in_steps) else None
-
-    @property
-    def _judged_first_bytes(self) -> int:
-        """Returns the recorded first step's peak; 0 on CUDA, where all optimizer state is in that step by design."""
-        return 0 if self.forecast.device.startswith("cuda") else self.measured.first_step_peak_bytes
 
     @property
     def unexplained_bytes(self) -> int:

@@ -54,8 +54,8 @@ def plan_of(
 
     Args:
         steady: the steady step that the candidate treats. plain: that step without fused kernels, if it has any.
-        fits: whether the margin fits as well. On a CPU, where a run's first step is recorded under the safest plan, one
-            that has passed the budget does not fit; a device has all optimizer state in it by design.
+        fits: whether the margin fits as well. A run's first step is recorded under the safest plan; where that has
+            passed the budget the run does not fit.
         smallest_budget_bytes: for which any plan exists.
     """
     steady_seconds = step_seconds(steady)
@@ -85,7 +85,7 @@ def plan_of(
             allocated_bytes=min(live_peak_bytes(parked, trace.device), first.process_peak_bytes - trace.base_bytes),
             process_bytes=first.process_peak_bytes,
         )
-        fits &= trace.device != "cpu" or first.process_peak_bytes <= budget_bytes
+        fits &= first.process_peak_bytes <= budget_bytes
     forecast = Forecast(
         device=trace.device,
         source=trace.source,

@@ -16,6 +16,10 @@ from memwall.predict.link_time import LinkTime
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
 
+STATE_IN_FIRST_STEP = (
+    "the recorded step makes all of the optimizer's state on the device; a plan that was made before has it in host "
+    "memory from the start: `memwall plan SPEC --device NAME --host SIZE`, then `memwall run --plan`"
+)
 _SECONDS_PER_DAY = 86_400
 _SMALL_STEP_BYTES = 64 << 20
 """Bytes that a step adds to its process, below which nothing is gained: memwall takes 30 MiB and two margins itself."""
@@ -74,6 +78,7 @@ def infeasible_message(
     evaluation_batch: int = 0,
     evaluation_bytes: int = 0,
     plain_bytes: int | None = None,
+    first_step_bytes: int = 0,
 ) -> str:
     """Returns one message: what was asked, what was found, what to do.
 
@@ -83,6 +88,7 @@ def infeasible_message(
         evaluation_bytes: what the process is foreseen to hold in that.
         parameters_stay: why parameters and gradients cannot be on disk, if they cannot.
         plain_bytes: what the process is foreseen to hold with nothing done; None where no run has begun.
+        first_step_bytes: what the recorded step held on a device, where that is what no smaller budget has room for.
     """
     parameters = sum(s.nbytes for s in trace.steps[0].storages if s.category == "parameter")
     gains_nothing = plain_bytes is not None and plain_bytes <= smallest_bytes
@@ -97,6 +103,11 @@ def infeasible_message(
         + (f" (largest: {largest.path or largest.class_name})" if largest is not None else ""),
         *([_outside(trace.micro_batch, evaluation_batch, evaluation_bytes)] if is_running else []),
         *([_without_gain(plain_bytes or 0, is_small=is_small)] if gains_nothing else []),
+        *(
+            [f"the first step held {format_bytes(first_step_bytes, rounding='up')}: {STATE_IN_FIRST_STEP}"]
+            if first_step_bytes
+            else []
+        ),
         *([f"parameters and gradients stay in memory: {parameters_stay}"] if parameters_stay else []),
         *(f"  - {help_line}" for help_line in helps if not is_small),
     ]

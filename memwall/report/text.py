@@ -289,14 +289,7 @@ def _verdict_of_steps(report: RunReport) -> Verdict:
             format_bytes(size, rounding="up") for size in (report.unexplained_bytes, report.steady_peak_bytes)
         )
         return "inside-margin", f"within the budget of {budget}, but {above} above the forecast: {steady} measured"
-    verdict = f"within the budget: {format_bytes(report.judged_peak_bytes, rounding='up')} measured of {budget}"
-    first_bytes = report.measured.first_step_peak_bytes
-    if first_bytes > report.budget_bytes:
-        verdict += (
-            f" from the second step on; the first, recorded with all optimizer state on {report.forecast.device}, took "
-            f"{format_bytes(first_bytes, rounding='up')}"
-        )
-    return "fits", verdict
+    return "fits", f"within the budget: {format_bytes(report.judged_peak_bytes, rounding='up')} measured of {budget}"
 
 
 def verify_status(report: RunReport) -> int:

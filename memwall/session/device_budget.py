@@ -27,7 +27,10 @@ class DeviceBudget:
     def __init__(self) -> None:
         self._limit = CudaLimit()
         self._yielding: Yielding | None = None
-        self._num_steps_to_watch = self._num_retries = self._num_steps = self._limit_bytes = 0
+        self._recording: Yielding | None = None
+        self._meter: CudaMeter | None = None
+        self._num_steps_to_watch = self._num_retries = self._num_steps = 0
+        self._limit_bytes = self._budget_bytes = 0
 
     @property
     def is_kept(self) -> bool:
@@ -39,13 +42,14 @@ class DeviceBudget:
         return self._limit.place is not None and (self._num_steps < _NUM_FIRST_STEPS or not self._limit.has_yielded)
 
     def hold(self, meter: Meter, budget_bytes: int) -> None:
-        """Holds the allocator to a budget under a new plan.
+        """Holds the allocator to a budget under a new plan, or in the step that is recorded for one.
 
         Args:
             budget_bytes: of the process, as the meter counts it: what lies beside segments is not torch's to take.
         """
         if not isinstance(meter, CudaMeter) or not budget_bytes:
             return
+        self._meter, self._budget_bytes = meter, budget_bytes
         self._limit_bytes = budget_bytes - meter.base_bytes(0)
         if meter.others_bytes():
             _log.warning(
@@ -56,6 +60,32 @@ class DeviceBudget:
         self._limit.hold(meter.place, self._limit_bytes)
         self._num_steps_to_watch, self._num_retries = _NUM_FIRST_STEPS, _num_retries(self._limit.place)
         self._num_steps = 0
+
+    def begin_recording(self) -> None:
+        """Has the limit give way in the step that is recorded, which cannot be done again: a refusal follows it.
+
+        To be called before anything records, which then sees an operation that is repeated once.
+        """
+        if self._limit.place is not None and self._recording is None:
+            self._recording = Yielding(self._limit)
+
+    def look_beside(self) -> None:
+        """Holds that step to less where the process has grown beside segments, as by kernels that are loaded."""
+        if self._recording is None or self._meter is None or self._limit.place is None or self._limit.has_yielded:
+            return
+        left_bytes = self._budget_bytes - self._meter.base_bytes(0)
+        if left_bytes < self._limit_bytes:
+            self._limit_bytes = left_bytes
+            self._limit.hold(self._meter.place, left_bytes)
+            if torch.cuda.memory_reserved(self._meter.place) > left_bytes:
+                torch.cuda.empty_cache()
+
+    def end_recording(self) -> None:
+        """Lets go of the allocator until there is a plan. Safe to call twice."""
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording = None
+        self._limit.lift()
 
     def begin_step(self) -> None:
         """Gives back what the steps before have left free, where the next one is foreseen without it.
@@ -93,7 +123,7 @@ class DeviceBudget:
         Args:
             make_room: called where an operation found none; tells whether to repeat it.
         """
-        if self._limit.place is None:
+        if self._limit.place is None or self._recording is not None:
             return
         gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         needed_bytes = _OPTIMIZER_COPIES * sum(gradient.nbytes for gradient in gradients)
@@ -111,7 +141,7 @@ class DeviceBudget:
     def lift(self) -> None:
         """Lets torch take what it needs, and leaves the process as it was before."""
         self.end_step()
-        self._limit.lift()
+        self.end_recording()
 
 
 def _num_retries(device: torch.device | None) -> int:

@@ -119,9 +119,14 @@ def planned(trace: Trace, settings: Settings, allocator: AllocatorHandler) -> tu
     """Returns a plan that knows what planning left in the process, solver and trace; and the trace that says so.
 
     Raises:
-        InfeasibleError: nothing fits; a run under the smallest budget that it names has room for planning as well.
+        InfeasibleError: nothing fits; a run under the smallest budget that it names has room for planning as well. On a
+            device the first step did not fit, with which the next run begins again; on a CPU that is judged when the
+            run has ended, as what a process holds beside tensors differs each time.
     """
     _warn_of_limit(trace, settings)
+    first = settings.first_step
+    if trace.device != "cpu" and first is not None and first.needed_bytes > settings.budget_bytes:
+        raise RecordingSearch(trace, settings).infeasible()
     before_bytes, is_metered = process_bytes(), trace.device == "cpu" and reset_process_peak()
     try:
         plan = make_plan(trace, settings)

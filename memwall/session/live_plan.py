@@ -160,6 +160,7 @@ class LivePlan:
             allocator=here.allocator,
             keeper=here.keeper,
             parameters=here.parameters,
+            device_budget=here.device_budget,
             disk_capacity_bytes=here.disk_capacity_bytes,
             host_limit_bytes=here.host_limit_bytes,
             called=None if self._borders.is_ahead else self._borders.called,
@@ -202,9 +203,7 @@ class LivePlan:
         self.stop_recording()
         self._measured.note_peak()  # planning begins another one
         self._measured.note_first_step(self.trace.steps[0].process_peak_bytes)
-        self.settings = msgspec.structs.replace(
-            self._forms.settled(self.settings, self.trace), first_step=first if self.trace.device == "cpu" else None
-        )
+        self.settings = msgspec.structs.replace(self._forms.settled(self.settings, self.trace), first_step=first)
         for technique, handler in allowed(self.settings.allow):
             reason = technique.why_not(self.trace, self.settings.allow)
             reason = reason or handler.why_not_here(self._borders.optimizers)

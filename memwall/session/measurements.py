@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from memwall.machine.device_peaks import AllocatorPeak, SeparatePeaks
+from memwall.machine.device_peaks import AllocatorPeak, SeparatePeaks, reserved_peaks
 from memwall.machine.meter import CudaMeter, HostMeter, Meter, meter_of
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
@@ -21,6 +21,8 @@ from memwall.trace.records import Trace
 class Measurements(Struct, kw_only=True):
     """Holds what was measured while a session ran; its methods alone change it."""
 
+    reserved_before: dict[int, int] = msgspec.field(default_factory=reserved_peaks)
+    """The most that torch's segments held on each device before the session began."""
     meter: Meter = msgspec.field(default_factory=HostMeter)
     """Knows the process bytes of the device that the model is on, which are meant below."""
     first_step_peak_bytes: int = 0
@@ -31,9 +33,7 @@ class Measurements(Struct, kw_only=True):
     last_peak_bytes: int = 0
     """Highest process bytes of the last step."""
     overall_peak_bytes: int = 0
-    judged_peak_bytes: int = 0
-    """Highest process bytes of what has to keep to the budget: on a CPU of the whole run, on a CUDA device of what
-    follows the recorded step, which has all optimizer state there by design."""
+    """Highest process bytes of the whole run, which has to keep to the budget."""
     standing_bytes: int = 0
     """Bytes that were held when the last step had ended."""
     base_bytes: int = 0
@@ -78,13 +78,15 @@ class Measurements(Struct, kw_only=True):
     def note(self, peak_bytes: int) -> None:
         """Notes that the process has held so much."""
         self.overall_peak_bytes = max(self.overall_peak_bytes, peak_bytes)
-        self.judged_peak_bytes = max(self.judged_peak_bytes, peak_bytes)
 
     def begin_run(self, model: nn.Module) -> None:
         """Measures the device of a model from now on."""
         self.meter = meter_of(model)
         if isinstance(self.meter, CudaMeter) and self.script_peaks is None:
             self.script_peaks = SeparatePeaks.begin(self.meter.place)
+            index = torch.cuda.current_device() if self.meter.place.index is None else self.meter.place.index
+            if self.meter.allocator_peak().reserved_bytes == self.reserved_before.get(index):
+                self.meter.reset_peak()  # what was held before the session is none of its budget's
         self.note_peak()
 
     def end_run(self) -> None:
@@ -100,8 +102,6 @@ class Measurements(Struct, kw_only=True):
             base_bytes: what the process holds before each step; None for what it holds now.
         """
         self.meter.reset_peak()
-        if self.meter.device == "cuda" and not self.has_plan:
-            self.judged_peak_bytes = 0
         self.has_plan = True
         self.base_bytes = self.meter.now_bytes() if base_bytes is None else base_bytes
 

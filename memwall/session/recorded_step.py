@@ -1,8 +1,8 @@
 """The first step of a run, recorded under the safest plan there is.
 
-Every large saved tensor leaves the device, free memory goes back to the system before the budget is passed, and the
-optimizer's state goes to disk bucket by bucket, as it is made, where the budget has no room for all of it. Where it has
-none for gradients beside parameters, both are on disk already when the step begins.
+Every large saved tensor leaves the device, and free memory goes back to the system before the budget is passed. On a
+CPU the optimizer's state goes to disk bucket by bucket, as it is made, where the budget has no room for all of it, and
+where it has none for gradients beside parameters, both are on disk already when the step begins.
 """
 
 import logging
@@ -29,6 +29,7 @@ from memwall.planning.techniques.parameters import as_streamed
 from memwall.predict.cuda.live_cuda import as_plain, with_library_workspaces, workspaces_here
 from memwall.predict.first_step import FirstStep
 from memwall.predict.process import calibrated, parked_bytes
+from memwall.session.device_budget import DeviceBudget
 from memwall.session.measurements import standing_bytes
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.optimizers import joint_name
@@ -66,6 +67,7 @@ class RecordedStep:
         allocator: AllocatorHandler,
         keeper: StateKeeper,
         parameters: ParameterKeeper,
+        device_budget: DeviceBudget,
         disk_capacity_bytes: int | None = None,
         host_limit_bytes: int | None = None,
         called: nn.Module | None = None,
@@ -73,23 +75,27 @@ class RecordedStep:
     ) -> None:
         self._called, self._begins_step = called, begins_step
         self._model, self._settings, self._allocator = model, settings, allocator
-        self._keeper, self._parameters = keeper, parameters
+        self._keeper, self._parameters, self._device_budget = keeper, parameters, device_budget
         self._peak_before_optimizer_bytes = 0
         self.moved_bytes = 0
         """Saved tensors that left the device; known once the recording has ended."""
         self.differentiates_backward = False
         """Whether a backward of the step made a graph of itself (`create_graph=True`), as gradient penalties do."""
         self._builder: TraceBuilder | None = None
-        self._parked: Parked | None = Parked(
-            [model],
-            disk=settings.disk,
-            capacity_bytes=disk_capacity_bytes,
-            window_bytes=WINDOW_BYTES,
-            min_bytes=MIN_MOVED_BYTES,
-            host_limit_bytes=host_limit_bytes,
-        )
-        self._machine = self._parked.machine
+        self._parked: Parked | None = None
+        device_budget.hold(meter_of(model), settings.budget_bytes)
+        device_budget.begin_recording()
         try:
+            self._parked = Parked(
+                [model],
+                disk=settings.disk,
+                capacity_bytes=disk_capacity_bytes,
+                window_bytes=WINDOW_BYTES,
+                min_bytes=MIN_MOVED_BYTES,
+                host_limit_bytes=host_limit_bytes,
+            )
+            self._machine = self._parked.machine
+            device_budget.hold(meter_of(model), settings.budget_bytes)  # which may have given way to what was measured
             for _, handler in allowed(settings.allow):
                 self._machine = handler.measured(self._machine)
             self._start(optimizers)
@@ -105,7 +111,7 @@ class RecordedStep:
             self._allocator.apply_tight(limit_bytes and max(limit_bytes - _BETWEEN_LOOKS_BYTES, 1), WINDOW_BYTES)
         self._builder = TraceBuilder(
             [self._model],
-            _UnderLimit(self._parked.engine, self._allocator, self._unpacks),
+            _UnderLimit(self._parked.engine, self._allocator, self._device_budget, self._unpacks),
             workspaces=workspaces_here(self._device),
         )
         # To look at parameters does not bring them in.
@@ -225,6 +231,7 @@ class RecordedStep:
         if self._builder is not None:
             self._builder.cancel_step()
             self._builder = None
+        self._device_budget.end_recording()
         if self._parked is not None:
             if self._parked.engine.refusal:
                 _log.warning("in the first step saved tensors stay on the device: %s", self._parked.engine.refusal)
@@ -312,21 +319,27 @@ def _may_be_stepped(parameter: nn.Parameter) -> bool:
 
 
 class _UnderLimit:
-    """Parks saved tensors, and leaves the heap less as the process grows outside it: no plan has said by how much.
+    """Parks saved tensors, and leaves tensors less as the process grows beside them: no plan has said by how much.
 
     Saved tensors come by all through forward and backward.
     """
 
-    def __init__(self, parking: Parking, allocator: AllocatorHandler, unpacks: Callable[[], None]) -> None:
-        self._parking, self._allocator, self._unpacks = parking, allocator, unpacks
+    def __init__(
+        self, parking: Parking, allocator: AllocatorHandler, device_budget: DeviceBudget, unpacks: Callable[[], None]
+    ) -> None:
+        self._parking, self._allocator, self._device_budget = parking, allocator, device_budget
+        self._unpacks = unpacks
 
     def pack(self, tensor: Tensor, /) -> object:
-        self._allocator.look_outside()
-        self._allocator.hold_limit()
+        self._hold_limits()
         return self._parking.pack(tensor)
 
     def unpack(self, saved: Any, /) -> Tensor:
         self._unpacks()
+        self._hold_limits()
+        return self._parking.unpack(saved)
+
+    def _hold_limits(self) -> None:
         self._allocator.look_outside()
         self._allocator.hold_limit()
-        return self._parking.unpack(saved)
+        self._device_budget.look_beside()

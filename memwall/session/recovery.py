@@ -12,6 +12,7 @@ import torch
 from memwall.apply.memory.exhaustion import Exhaustion, as_error, exhaustion_of
 from memwall.errors import InfeasibleError, OutOfMemoryError
 from memwall.machine.process_group import num_processes
+from memwall.planning.explain import STATE_IN_FIRST_STEP
 from memwall.planning.planfile import Plan
 from memwall.session.live_plan import LivePlan, Revision
 from memwall.session.measurements import Measurements
@@ -23,11 +24,6 @@ from memwall.torch_internals.allocator import clear_cublas_workspaces
 from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
-
-_STATE_IN_FIRST_STEP = (
-    "the recorded step makes all of the optimizer's state on the device; a plan that was made before has it in host "
-    "memory from the start: `memwall plan SPEC --device NAME --host SIZE`, then `memwall run --plan`"
-)
 
 
 class Recovery:
@@ -255,7 +251,7 @@ class Recovery:
         if found is None:
             return None
         if found.phase == "optimizer step" and self._live.plan is None and self._measured.meter.device == "cuda":
-            return self.error(found, _STATE_IN_FIRST_STEP)
+            return self.error(found, STATE_IN_FIRST_STEP)
         if found.phase == "optimizer step":
             return self.error(found, "parameters had begun to change, so that the step cannot be done again")
         reason = self.why_final(None) or (self.why_not_again if found.phase == "forward" else "")

@@ -23,7 +23,6 @@ from memwall.machine.meter import (
     process_peak_bytes,
     reset_process_peak,
 )
-from memwall.session.measurements import Measurements
 from memwall.trace.trace_builder import TraceBuilder
 
 MIB = 1 << 20
@@ -189,34 +188,6 @@ def test_the_base_of_a_recording_on_a_card_has_no_tensors_taken_off(monkeypatch:
     train(model, optimizer, 1)
     builder.finish_step(optimizer)
     assert builder.trace(optimizer).base_bytes == 500 * MIB
-
-
-class Falling(Fixed):
-    """Holds less once the first plan is in effect, and what a test says from then on."""
-
-    def __init__(self, device: str) -> None:
-        self.device, self.held_bytes = device, 9 * GIB
-
-    def peak_bytes(self) -> int:
-        return self.held_bytes
-
-    def reset_peak(self) -> bool:
-        self.held_bytes = 4 * GIB
-        return True
-
-
-@pytest.mark.parametrize(("device", "judged_bytes"), [("cuda", 6 * GIB), ("cpu", 9 * GIB)])
-def test_on_a_card_the_budget_is_about_what_follows_the_recorded_step(device: str, judged_bytes: int) -> None:
-    """GIVEN a first step with optimizer state that a card has to hold until there is a plan, and a plan made again."""
-    measured = Measurements(meter=Falling(device))
-    measured.note_first_step(9 * GIB)
-    measured.note_peak()
-    measured.begin_plan(500 * MIB)
-    measured.note(6 * GIB)
-    measured.begin_plan(500 * MIB)
-    measured.note_peak()
-    assert measured.judged_peak_bytes == judged_bytes
-    assert measured.overall_peak_bytes == measured.first_step_peak_bytes == 9 * GIB
 
 
 def test_the_peak_is_this_process_s_though_its_file_stays_open() -> None:

@@ -192,9 +192,11 @@ class RecordingSearch:
             smallest_bytes = self._least_plan_bytes
             first = self.settings.first_step
             if first is not None:
-                # The next run's step is recorded anew: what is foreseen from it may differ by a margin.
+                if not self.can_fill:
+                    # The next run's step is recorded anew: what is foreseen from it may differ by a margin.
+                    smallest_bytes = self._process.budget_for(smallest_bytes)
                 smallest_bytes = first.least_budget_bytes(
-                    self._process.budget_for(smallest_bytes),
+                    smallest_bytes,
                     asked_bytes=self.settings.budget_bytes,
                     budget_for=self._process.budget_for,
                 )
@@ -233,8 +235,9 @@ class RecordingSearch:
                 is_running=first is not None,
                 evaluation_batch=0 if first is None else first.evaluation_batch,
                 evaluation_bytes=min(evaluated),
+                first_step_bytes=self._binding_first_step_bytes,
                 plain_bytes=None
-                if first is None or first.evaluation_batch
+                if first is None or first.evaluation_batch or self.trace.device != "cpu"
                 else self._process.free(self.steady).process_bytes,
             ),
             budget_bytes=self.settings.budget_bytes,
@@ -242,6 +245,14 @@ class RecordingSearch:
             relaxations=helps,
             not_modelled=self._process.not_modelled(),
         )
+
+    @property
+    def _binding_first_step_bytes(self) -> int:
+        """Returns what a device's recorded step held, where no smaller budget can be told for that; else 0."""
+        first = self.settings.first_step
+        if first is None or self.trace.device == "cpu" or self.smallest_bytes() <= self._least_plan_bytes:
+            return 0
+        return first.needed_bytes
 
     def _relaxations(self) -> tuple[str, ...]:
         if self.settings.hardware is None:

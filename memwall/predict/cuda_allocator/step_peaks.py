@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from msgspec import Struct
 
-from memwall.predict.cuda_allocator.allocator_events import EventTrace, events_of_steps
+from memwall.predict.cuda_allocator.allocator_events import EMPTY_CACHE, EventTrace, events_of_steps
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
 from memwall.predict.cuda_allocator.event_replay import Playback
 from memwall.predict.cuda_allocator.held_blocks import Standing
@@ -63,7 +63,11 @@ def event_peaks(
     allocator = CudaAllocator(settings or AllocatorSettings(), profile, capacity_bytes=capacity_bytes)
     playback = Playback(allocator, trace.held)
     peaks = []
+    ready = _num_events_before(trace)
+    if not playback.run(trace.events[:ready]):
+        return None
     for begin, end in _spans(trace):
+        begin = max(begin, ready)
         allocator.reserved_peak_bytes = allocator.reserved_bytes
         allocator.allocated_peak_bytes = allocator.allocated_bytes
         if not playback.run(trace.events[begin:end]):
@@ -75,6 +79,13 @@ def event_peaks(
             )
         )
     return tuple(peaks)
+
+
+def _num_events_before(trace: EventTrace) -> int:
+    """Returns how many events end what is held before the first step: blocks it has no use for, and free segments."""
+    if trace.held is None:
+        return 0
+    return next((number for number, event in enumerate(trace.events, 1) if event[0] == EMPTY_CACHE), 0)
 
 
 def _spans(trace: EventTrace) -> list[tuple[int, int]]:
@@ -116,7 +127,7 @@ def least_reserved_bytes(step: Step, standing: Standing | None = None) -> int:
     while enough_bytes - too_few_bytes > max(enough_bytes // 100, _SEGMENT_STEP_BYTES):
         capacity_bytes = (enough_bytes + too_few_bytes) // 2
         held_bytes = reserved_peak_bytes(step, capacity_bytes=capacity_bytes, standing=standing)
-        if held_bytes is None:
+        if held_bytes is None or held_bytes > capacity_bytes:  # segments that stay are more than that
             too_few_bytes = capacity_bytes
         else:
             enough_bytes = held_bytes

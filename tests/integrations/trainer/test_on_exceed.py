@@ -18,7 +18,7 @@ def test_training_ends_where_that_was_asked_for(
     on_exceed: str, peak_bytes: int, ends: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     callback = MemwallCallback(budget=2 * MIB, on_exceed=on_exceed)
-    measured = SimpleNamespace(has_plan=True, judged_peak_bytes=peak_bytes)
+    measured = SimpleNamespace(has_plan=True, overall_peak_bytes=peak_bytes)
     callback.session = SimpleNamespace(
         end_step=lambda: None, state="running", measured=measured, budget_bytes=2 * MIB, ranks=None
     )
@@ -44,7 +44,7 @@ def test_a_rank_that_passes_its_budget_ends_training_on_all(
     callback.session = SimpleNamespace(
         end_step=lambda: None,
         state="running",
-        measured=SimpleNamespace(has_plan=True, judged_peak_bytes=MIB),
+        measured=SimpleNamespace(has_plan=True, overall_peak_bytes=MIB),
         budget_bytes=2 * MIB,
         ranks=SimpleNamespace(largest=largest),
     )
