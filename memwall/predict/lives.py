@@ -67,6 +67,7 @@ def rebuilt(step: Step, insertions: Sequence[tuple[int, list[int]]], lives: Sequ
                 batched=origin.batched,
                 line=origin.line,
                 dtype=origin.dtype,
+                stream=origin.stream,
             )
         )
     saved = tuple(

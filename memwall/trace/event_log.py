@@ -52,6 +52,7 @@ class LoggedStorage(Struct, gc=False):
     """The operation before which it died; -1 while it lives."""
     copied: tuple[int, ...] = ()
     """Bytes of each tensor that it was put together from."""
+    stream: int = 0
 
 
 class LoggedSaving(Struct, gc=False):
@@ -93,6 +94,9 @@ class EventLog:
         self.marks: list[tuple[str, int]] = []
         self.launch_seconds = 0.0
         """Holds the seconds that the host took to issue an operation of a device that works behind it."""
+        self._streams = {0: 0}
+        """Numbers of streams, by their handles."""
+        self._stream = 0
         # Autograd's sequence number at each change of the innermost running call, for nodes seen again in backward.
         self._change_sequence: list[int] = []
         self._change_call: list[int] = []
@@ -220,6 +224,7 @@ class EventLog:
             shape=self._shapes.setdefault(shape, shape),
             line=self.ops[birth].line if 0 <= birth < len(self.ops) else -1,
             dtype=intern(str(tensor.dtype).removeprefix("torch.")),
+            stream=self._stream if birth >= 0 else 0,
         )
         self.storages.append(logged)
         self._live[key] = index
@@ -232,6 +237,10 @@ class EventLog:
         return index
 
     # -- operations ------------------------------------------------------------------------------------------------
+
+    def begin_on(self, handle: int) -> None:
+        """Says which of a device's streams is current from now on: what is allocated is for that one."""
+        self._stream = self._streams.setdefault(handle, len(self._streams))
 
     def begin_op(self, name: str, phase: Phase, sequence: int, line: int, inputs: list[Tensor]) -> int:
         """Opens an operation; storages never seen before that it reads were there before the step: inputs."""
@@ -284,6 +293,7 @@ class EventLog:
                 line=op.line,
                 dtype="uint8",
                 died=index + 1,
+                stream=self._stream,
             )
             for num_bytes in blocks
             if num_bytes > 0

@@ -59,6 +59,8 @@ class Storage(Struct, frozen=True, array_like=True):
     """Names that of the first tensor in it, e.g. `float32`; "" where none was seen."""
     copied: tuple[int, ...] = ()
     """Bytes of each tensor that it was put together from when the model came to the device, all there until then."""
+    stream: int = 0
+    """The stream that it was allocated for, numbered as they appear in the step; 0 is the device's default one."""
 
     @property
     def device_type(self) -> str:

@@ -109,7 +109,7 @@ class StepRecorder(StepMode):
         self._root_ids = {id(model) for root in roots for model in models_of(root)}
         self._gathered = Gathered(roots)
         places = (parameter.device for root in roots for parameter in root.parameters())
-        device = next((place for place in places if place.type == "cuda"), None)
+        self._device = device = next((place for place in places if place.type == "cuda"), None)
         self._device_timer = DeviceTimer(device) if device is not None and seconds_of is None else None
         self._units: set[int] = set()
 
@@ -341,6 +341,8 @@ class StepRecorder(StepMode):
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator and records it."""
         log = self.log
+        if self._device_timer is not None:
+            log.begin_on(torch.cuda.current_stream(self._device).cuda_stream)
         for gathered in self._gathered.tensors:
             log.note_size(gathered)
         node = current_node()

@@ -50,6 +50,7 @@ def build_step(
             line=storage.line,
             dtype=storage.dtype,
             copied=storage.copied,
+            stream=storage.stream,
         )
         for index, storage in enumerate(log.storages)
     )

@@ -68,3 +68,28 @@ def test_how_the_recorded_step_cut_up_segments_is_no_workspace_of_later_ones() -
     # It is held to the budget, and foreseen so: with less it could do as well.
     assert max(foreseen_bytes, session.measured.peak_bytes) <= 260 * MIB
     assert foreseen_bytes == held_bytes
+
+
+class Gathered(nn.Module):
+    """Copies its weights on a stream of its own, as FSDP2 gathers: torch's allocator shares no segment between two."""
+
+    def __init__(self, width: int, side: torch.cuda.Stream) -> None:
+        super().__init__()
+        self.layer, self.side = nn.Linear(width, width), side
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = torch.cuda.current_stream()
+        self.side.wait_stream(here)
+        with torch.no_grad(), torch.cuda.stream(self.side):
+            wide = self.layer.weight.repeat(200, 1)
+        here.wait_stream(self.side)
+        return self.layer(x) * wide.mean()
+
+
+def test_what_works_on_another_stream_has_segments_of_its_own() -> None:
+    side = torch.cuda.Stream()
+    session = trained(nn.Sequential(*(Gathered(128, side) for _ in range(4))), 12_288, 128, "300MiB")
+    foreseen_bytes, held_bytes = foreseen_and_held(session)
+    assert session.trace is not None
+    assert {storage.stream for storage in session.trace.steps[0].storages} == {0, 1}
+    assert foreseen_bytes == held_bytes

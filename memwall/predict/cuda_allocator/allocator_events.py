@@ -36,7 +36,7 @@ class EventTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def events_of_steps(steps: Sequence[Step], *, num_repeats: int = 2, standing: Standing | None = None) -> EventTrace:
-    """Returns the storages of recorded steps on a CUDA device as allocator events, all on one stream.
+    """Returns the storages of recorded steps on a CUDA device as allocator events.
 
     Before each operation the storages that died are freed, then its own are allocated. What outlives a step is what
     stands before the next one, matched by size.
@@ -122,7 +122,7 @@ class _Builder:
                 is_evaluated = True
             elif nbytes:
                 live[code] = block = block + 1
-                events.append((ALLOC, block, nbytes, 0))
+                events.append((ALLOC, block, nbytes, step.storages[code].stream))
             else:
                 events.append((FREE, live.pop(code), 0, 0))
         self._num_blocks = block
@@ -154,13 +154,13 @@ class _Builder:
         for index in missing:
             storage = step.storages[index]
             parts = [self._allocate(nbytes) for nbytes in storage.copied]
-            live[index] = self._allocate(storage.nbytes)
+            live[index] = self._allocate(storage.nbytes, storage.stream)
             self.events.extend((FREE, part, 0, 0) for part in parts)
         return live
 
-    def _allocate(self, nbytes: int) -> int:
+    def _allocate(self, nbytes: int, stream: int = 0) -> int:
         self._num_blocks += 1
-        self.events.append((ALLOC, self._num_blocks, nbytes, 0))
+        self.events.append((ALLOC, self._num_blocks, nbytes, stream))
         return self._num_blocks
 
 
