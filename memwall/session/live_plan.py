@@ -284,7 +284,7 @@ class LivePlan:
     def make_room_for_evaluation(self) -> None:
         """Changes to a plan that has room for the evaluation that begins, if the present one has none and one has."""
         trace, plan, first = self.trace, self.plan, self.settings.first_step
-        if trace is None or plan is None or first is None or self.ranks is not None:
+        if trace is None or trace.device != "cpu" or plan is None or first is None or self.ranks is not None:
             return
         known = self._evaluating(first, trace)
         if known == first:
