@@ -126,10 +126,11 @@ def line(row: Row) -> str:
             if is_refused(row)
             else f"FAILED: {row['said']} | | | | | | |"
         )
+    build = f"{row['build_bytes'] / MIB:.0f}" if "build_bytes" in row else ""  # rows of an earlier call
     over = f"{row['exceeded_bytes'] / MIB:.1f} over" if row["exceeded_bytes"] else "kept"
     return start + (
         f"{row['predicted_bytes'] / MIB:.0f} | {row['counted_bytes'] / MIB:.0f} | "
-        f"{row['prediction_error_percent']:+.1f} % | {row['build_bytes'] / MIB:.0f} | "
+        f"{row['prediction_error_percent']:+.1f} % | {build} | "
         f"{row['first_step_bytes'] / MIB:.0f} | {row['proving_step_bytes'] / MIB:.0f} | "
         f"{over}, weights {'equal' if row['is_digest_equal'] else 'OTHER'}"
         f"{'' if not row['status'] else ', status ' + str(row['status'])} |"
