@@ -125,9 +125,13 @@ def with_room(
 
 
 def cuda_room_bytes(device: torch.device) -> int:
-    """Returns the bytes that tensors may still take within the fraction of a device that torch is held to."""
+    """Returns the bytes that tensors may still take within the fraction of a device that torch is held to.
+
+    What lies free between blocks in use does not count: other sizes may not fit there, and it cannot be given back.
+    """
     limit_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * _total_bytes(device))
-    return limit_bytes - torch.cuda.memory_allocated(device)
+    in_pieces = int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
+    return limit_bytes - torch.cuda.memory_allocated(device) - in_pieces
 
 
 def cuda_segment_room_bytes(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from memwall.machine.meter import CudaMeter
 from memwall.planning.techniques.recompute import Recompute
 from memwall.session.device_budget import DeviceBudget
 from memwall.session.session import Session
-from memwall.store.room import CudaLimit
+from memwall.store.room import CudaLimit, cuda_room_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 MIB = 1 << 20
@@ -96,6 +96,17 @@ def test_the_first_step_under_a_plan_gets_what_it_needs(training: tuple[nn.Modul
     assert session.measured.num_steps == 4
     assert session.measured.peak_bytes > 0
     assert session.measured.num_replans > 0 or session.measured.overall_peak_bytes > budget_bytes
+
+
+def test_what_lies_free_between_blocks_is_no_room_for_a_proof(limit: Callable[[int], CudaLimit]) -> None:
+    """GIVEN segments of which a block in use holds on to the rest THEN that rest is not said to be room."""
+    limit(64 * MIB)
+    device = torch.device("cuda", 0)
+    room_bytes = cuda_room_bytes(device)
+    blocks = [torch.empty(size * MIB, dtype=torch.uint8, device="cuda") for size in (2, 18)]
+    del blocks[1]
+    assert cuda_room_bytes(device) == room_bytes - 20 * MIB
+    torch.empty(cuda_room_bytes(device), dtype=torch.uint8, device="cuda")
 
 
 def test_a_limit_that_the_script_has_set_stays(limit: Callable[[int], CudaLimit]) -> None:
