@@ -2,10 +2,12 @@
 
 A forward is all that memwall sees of such a loop's step until its backward: its arguments are there, and what it has
 changed is put back. What it has returned is the loop's, so that only the first forward of a step is called again: a
-graph that an earlier one has made would stay.
+graph that an earlier one has made would stay. An evaluation changes no plan: it is called again, once, after what was
+free was given back.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +18,22 @@ from memwall.apply.memory.exhaustion import Exhaustion, forget_frames, is_exhaus
 from memwall.machine.process_group import num_processes
 from memwall.session.call_state import CallState
 from memwall.session.live_plan import LivePlan
+from memwall.session.measurements import Measurements
 from memwall.session.recovery import Recovery
 from memwall.session.step_borders import StepBorders
 from memwall.torch_internals.autograd import current_node, execution_is_transformed
+from memwall.torch_internals.dispatch import out_of_inference_mode
 from memwall.trace.attached import forward_of
+
+_NUM_CAREFUL = 8
+"""Forwards under a plan after which it has shown what it needs."""
+_CHEAP_SHARE = 0.002
+"""The most that taking the state may be of a step, in those that follow."""
+_WEIGHT_OF_LAST = 0.2
+_TOO_SHORT = (
+    "steps are so short that what a forward changes is taken down in the first ones under a plan alone, and this is a "
+    "later one"
+)
 
 
 class ForwardRedo:
@@ -30,14 +44,24 @@ class ForwardRedo:
     """
 
     def __init__(
-        self, live: LivePlan, borders: StepBorders, recovery: Recovery, is_in_part: Callable[[], bool]
+        self,
+        live: LivePlan,
+        borders: StepBorders,
+        recovery: Recovery,
+        measured: Measurements,
+        is_in_part: Callable[[], bool],
     ) -> None:
-        self._live, self._borders, self._recovery, self._is_in_part = live, borders, recovery, is_in_part
+        self._live, self._borders, self._recovery, self._measured = live, borders, recovery, measured
+        self._is_in_part = is_in_part
         self._states: dict[int, CallState] = {}
         self._thread = 0
         """The one in which a forward runs that can be called again."""
         self._is_disturbed = False
         """Whether another thread has called a model meanwhile."""
+        self._num_changes = self._num_taken = 0
+        """How often plans had changed when forwards were last counted, and those since of which the state was taken."""
+        self._seconds = 0.0
+        """What it takes to take the state, on average."""
 
     def run(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a forward of a model, and runs it again under a plan for less where memory runs out.
@@ -48,7 +72,8 @@ class ForwardRedo:
         if self._thread:
             self._is_disturbed |= self._thread != threading.get_ident()
             return forward(*args, **kwargs)
-        if not self._can_be_repeated(model):
+        trains = self._can_be_repeated(model)
+        if not (trains or self._evaluates) or not self._is_worth_it():
             return forward(*args, **kwargs)
         state = self._states.get(id(model))
         if state is None or state.model is not model:
@@ -57,7 +82,8 @@ class ForwardRedo:
         try:
             if not self._has_memory_for(lambda: state.take(args, kwargs), model):
                 return forward(*args, **kwargs)
-            result = self._run_until_done(model, forward, state, args, kwargs)
+            run = self._run_until_done if trains else self._evaluated
+            result = run(model, forward, state, args, kwargs)
             self._has_memory_for(state.settle, model)
             return result
         finally:
@@ -66,14 +92,28 @@ class ForwardRedo:
 
     def _has_memory_for(self, taking: Callable[[], None], model: nn.Module) -> bool:
         """Tells whether state could be taken down; where memory has run out for that, a forward is left to itself."""
+        begin = time.perf_counter()
         try:
-            taking()
+            with out_of_inference_mode():
+                taking()
         except Exception as error:
             if not is_exhaustion(error):
                 raise
             del self._states[id(model)]
             return False
+        self._seconds += _WEIGHT_OF_LAST * (time.perf_counter() - begin - self._seconds)
         return True
+
+    def _is_worth_it(self) -> bool:
+        """Tells whether state is taken: before the first forwards under a plan, and where that is nothing to a step."""
+        num_changes, seconds = self._live.in_effect.num_changes, self._measured.step_seconds
+        if num_changes != self._num_changes:
+            self._num_changes, self._num_taken = num_changes, 0
+        self._num_taken += 1
+        is_cheap = bool(seconds) and self._seconds <= _CHEAP_SHARE * seconds[-1]
+        is_worth_it = self._num_taken <= _NUM_CAREFUL or is_cheap
+        self._recovery.why_not_again = "" if is_worth_it else _TOO_SHORT
+        return is_worth_it
 
     def forget(self) -> None:
         """Forgets the models that it has known."""
@@ -95,6 +135,34 @@ class ForwardRedo:
             and not self._is_in_part()
             and num_processes() == 1
         )
+
+    @property
+    def _evaluates(self) -> bool:
+        """Tells whether a forward begins that is an evaluation between two steps."""
+        return (
+            self._borders.phase == "evaluation"
+            and not torch.is_grad_enabled()
+            and not execution_is_transformed()
+            and not self._is_in_part()
+            and num_processes() == 1
+        )
+
+    def _evaluated(
+        self, model: nn.Module, forward: Callable[..., Any], state: CallState, args: Any, kwargs: Any
+    ) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except Exception as error:
+            found = self._recovery.exhaustion_of(error)
+            with out_of_inference_mode():
+                if found is None or self._is_disturbed or state.why_not():
+                    raise
+            failure = error
+        forget_frames(failure)
+        with out_of_inference_mode():
+            state.put_back()
+        self._recovery.make_room_for_evaluation(found)
+        return forward(*args, **kwargs)
 
     def _run_until_done(
         self, model: nn.Module, forward: Callable[..., Any], state: CallState, args: Any, kwargs: Any

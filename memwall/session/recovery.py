@@ -40,6 +40,8 @@ class Recovery:
         """Whether ranks have agreed already on the plan of the step that begins next."""
         self.why_not_again = ""
         """Why the forward that failed last could not be called again; "" where none has failed, or it was."""
+        self._evaluated_after = -1
+        """The number of steps after which an evaluation was last called again."""
         self._shortage: Exhaustion | None = None
         """Says what the optimizer's step lacked, in the last step."""
 
@@ -227,6 +229,23 @@ class Recovery:
             MAX_ATTEMPTS,
         )
         return True
+
+    def make_room_for_evaluation(self, found: Exhaustion) -> None:
+        """Gives free memory back before an evaluation is called again; says so once between two steps."""
+        self._live.in_effect.allocator.trim()
+        if self._measured.meter.device == "cuda":
+            clear_cublas_workspaces()
+            torch.cuda.empty_cache()
+        if self._evaluated_after == self._measured.num_steps:
+            return
+        self._evaluated_after = self._measured.num_steps
+        _log.warning(
+            "out of memory in evaluation, after step %d: %s asked for, %s held; what was free is given back, and the "
+            "forward is called again, as are others that fail before the next step",
+            self._measured.num_steps,
+            format_bytes(found.asked_bytes),
+            format_bytes(found.held_bytes),
+        )
 
     def error(self, found: Exhaustion, reason: str, *, has_next: bool = True) -> OutOfMemoryError:
         """Returns the error that ends the run.

@@ -61,7 +61,9 @@ class Steps:
         self.borders.is_dry_run = self.live.is_dry_run
         self.recovery = Recovery(self.live, self.borders, self.measured)
         self._redo = Redo(self.recovery, self.borders)
-        self._forwards = ForwardRedo(self.live, self.borders, self.recovery, lambda: self._redo.is_running)
+        self._forwards = ForwardRedo(
+            self.live, self.borders, self.recovery, self.measured, lambda: self._redo.is_running
+        )
         self.borders.run_forward = self._run_forward
         self.log = StepLog(self.measured, lambda: self.live.moved_bytes)
         self._clock = StepClock(self.log.note_seconds)

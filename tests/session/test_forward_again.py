@@ -64,8 +64,7 @@ class Model(nn.Module):
         values = self._before(self, values)
         for block in self.blocks:
             values = block(values)
-        if torch.is_grad_enabled():
-            self.bomb.passes()
+        self.bomb.passes()
         return self.head(values)
 
 
@@ -232,6 +231,23 @@ def test_the_first_forward_of_a_step_alone_is_called_again(tmp_path: Path) -> No
         assert "the loop computes the gradients itself" in str(session.explained(caught.value))
 
 
+def test_short_steps_are_looked_after_in_the_first_ones_under_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN steps beside which the look is dear WHEN the plan has shown what it needs THEN the error says so."""
+    monkeypatch.setattr("memwall.session.forward_redo._CHEAP_SHARE", 0.0)
+    model, optimizer = made()
+    with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session:
+        train(model, optimizer)
+        train(model, optimizer, (3,))
+        assert session.measured.oom_recoveries == 1
+        train(model, optimizer)
+        train(model, optimizer)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            train(model, optimizer, (1,))
+        assert "steps are so short that" in str(session.explained(caught.value))
+
+
 @pytest.mark.parametrize("what", ["take", "settle"])
 def test_memory_that_runs_out_for_what_is_kept_ends_no_run(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -262,6 +278,50 @@ def test_another_error_passes_as_it_is(tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError):
             model(torch.randn(SAMPLES, 64))
     assert session.measured.oom_recoveries == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_an_evaluation_is_called_again_and_no_plan_changes(
+    mode: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_planned: bool
+) -> None:
+    """GIVEN an evaluation that fails, before the first step or later THEN its result and all else are the same."""
+
+    def run(session: Session | None, num_failures: int) -> tuple[Tensor, str]:
+        first = train(model, optimizer) if is_planned else ""
+        plan = None if session is None else session.plan
+        found = []
+        for _ in range(2):
+            model.bomb.num_left = num_failures
+            with mode():
+                found.append(model(torch.randn(SAMPLES, 64)).clone())
+        assert session is None or session.plan is plan
+        return torch.stack(found), first + train(model, optimizer)
+
+    model, optimizer = made(everything)
+    result, digest = run(None, 0)
+    model, optimizer = made(everything)
+    with (
+        caplog.at_level(logging.WARNING, logger="memwall.session.recovery"),
+        memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session,
+    ):
+        again, found = run(session, 1)
+    assert torch.equal(result, again)
+    assert found == digest
+    assert session.measured.oom_recoveries == 0
+    lines = [record.getMessage() for record in caplog.records if record.name == "memwall.session.recovery"]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"out of memory in evaluation, after step {NUM_STEPS * is_planned}: 4.0 MiB asked for")
+
+
+def test_an_evaluation_that_fails_twice_ends_the_run(tmp_path: Path) -> None:
+    model, optimizer = made()
+    with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session:
+        train(model, optimizer)
+        model.bomb.num_left = 2
+        with torch.no_grad(), pytest.raises(torch.OutOfMemoryError) as caught:
+            model(torch.randn(SAMPLES, 64))
+        assert "the training batch and its plan stay as they are" in str(session.explained(caught.value))
 
 
 def test_by_accelerate_a_plain_loop_calls_its_forward_again(tmp_path: Path) -> None:
