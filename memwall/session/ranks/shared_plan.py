@@ -75,8 +75,8 @@ def planned_together(
         trained: of each parameter whether it takes gradients.
 
     Raises:
-        InfeasibleError: nothing fits, on any of them.
-        RankError: the rank that plans for this one failed.
+        InfeasibleError: nothing fits on one of them, of whatever kind: no rank goes on without the others.
+        RankError: a rank that plans failed.
     """
     said = [
         msgspec.json.decode(message, type=_Figures) for message in ranks.gathered(_encoded(trace, settings, trained))
@@ -99,26 +99,51 @@ def planned_together(
             *(planner, len(alike), format_bytes(own.needed_bytes), format_bytes(least_bytes)),
         )
         answer, failure = _solved(trace, settings, solve)
-    message = msgspec.json.encode(answer)
+    message, answers = msgspec.json.encode(answer), dict[int, _Answer]()
     for source in sorted(set(planners.values())):
-        heard = ranks.shared(message, source)
-        if source == planner:
-            answer = msgspec.json.decode(heard, type=_Answer)
-    if failure is not None:
+        answers[source] = msgspec.json.decode(ranks.shared(message, source), type=_Answer)
+    if failure is not None and not isinstance(failure, InfeasibleError):
         raise failure
-    if answer.infeasible is not None:
-        budget_bytes, smallest_bytes, relaxations, not_modelled = answer.infeasible
-        raise InfeasibleError(
-            answer.failure,
-            budget_bytes=budget_bytes,
-            smallest_feasible_bytes=smallest_bytes,
-            relaxations=relaxations,
-            not_modelled=not_modelled,
-        )
-    if answer.failure:
-        raise RankError(f"rank {planner} of {ranks.num_ranks}, which plans for this one, failed: {answer.failure}")
+    for source, heard in answers.items():
+        if heard.failure and heard.infeasible is None:
+            raise RankError(
+                f"rank {source} of {ranks.num_ranks}, which plans for all of its kind, failed: {heard.failure}"
+            )
+    _check_feasible(answers, planner)
+    answer = answers[planner]
     plan = decoded(msgspec.json.decode(answer.plan), Plan)
     return msgspec.structs.replace(trace, base_bytes=answer.base_bytes), plan
+
+
+def _check_feasible(answers: dict[int, _Answer], planner: int) -> None:
+    """Ends the planning of all kinds of ranks where one has no plan: none goes on without the others.
+
+    Args:
+        answers: what each rank that plans has found.
+        planner: the one that plans for this rank.
+
+    Raises:
+        InfeasibleError: nothing fits, with the budget that is enough for those kinds that have no plan.
+    """
+    lacking = {source: heard for source, heard in answers.items() if heard.infeasible is not None}
+    if not lacking:
+        return
+    needs_bytes = {source: heard.infeasible[1] for source, heard in lacking.items() if heard.infeasible is not None}
+    neediest = max(needs_bytes, key=needs_bytes.__getitem__)
+    told = lacking.get(planner, lacking[neediest])
+    assert told.infeasible is not None
+    budget_bytes, _, relaxations, not_modelled = told.infeasible
+    error = InfeasibleError(
+        told.failure if told is lacking.get(planner) else f"rank {neediest}, of another kind: {told.failure}",
+        budget_bytes=budget_bytes,
+        smallest_feasible_bytes=needs_bytes[neediest],
+        relaxations=relaxations,
+        not_modelled=not_modelled,
+    )
+    if planner in lacking and neediest != planner:
+        needed = format_bytes(needs_bytes[neediest], rounding="up")
+        error = error.because(f"rank {neediest}, of another kind, needs more: {needed} is the least for all")
+    raise error
 
 
 def check_equal(ranks: Ranks, plan: Plan, *, trained: Sequence[bool]) -> None:

@@ -13,7 +13,7 @@ from rank_runs import found_by_ranks
 from rank_threads import on_ranks
 from torch import nn
 
-from memwall.errors import PlanError, RankError
+from memwall.errors import InfeasibleError, PlanError, RankError
 from memwall.planning.planfile import Plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import techniques
@@ -70,6 +70,41 @@ def test_ranks_that_wait_for_each_other_in_forward_have_one_plan(trace: Trace) -
         collective = msgspec.structs.replace(step.ops[0], name=len(trace.names), phase="forward")
         steps.append(msgspec.structs.replace(step, ops=(collective, *step.ops[1:])))
     assert planned_by(msgspec.structs.replace(trace, names=names, steps=tuple(steps)), TRAINED) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("lacking", [{2: 700}, {0: 900, 2: 700}, {0: 700, 2: 900}], ids=str)
+def test_where_one_kind_has_no_plan_none_goes_on(trace: Trace, lacking: dict[int, int]) -> None:
+    """GIVEN ranks of which not all have a plan THEN all hear so, and of a budget that is enough for all of these."""
+
+    def do(ranks: Ranks) -> None:
+        def solve(trace: Trace, _: Settings) -> tuple[Trace, Plan]:
+            if ranks.rank in lacking:
+                needed = lacking[ranks.rank]
+                raise InfeasibleError(f"{needed} needed\nin detail", budget_bytes=9, smallest_feasible_bytes=needed)
+            return trace, of_rank(ranks.rank)
+
+        planned_together(ranks, trace, Settings(budget_bytes=9), solve, trained=TRAINED[ranks.rank])
+
+    errors = on_ranks(3, do)
+    assert all(isinstance(error, InfeasibleError) for error in errors)
+    assert {error.smallest_feasible_bytes for error in errors} == {max(lacking.values())}
+    first, _, last = (str(error).splitlines()[0] for error in errors)
+    assert first == (f"{lacking[0]} needed" if 0 in lacking else "rank 2, of another kind: 700 needed")
+    assert last == f"{lacking[2]} needed"
+
+
+def test_where_planning_fails_all_hear_so(trace: Trace) -> None:
+    def do(ranks: Ranks) -> None:
+        def solve(trace: Trace, _: Settings) -> tuple[Trace, Plan]:
+            if ranks.rank == 2:
+                raise PlanError("no solver")
+            return trace, of_rank(ranks.rank)
+
+        planned_together(ranks, trace, Settings(budget_bytes=9), solve, trained=TRAINED[ranks.rank])
+
+    first, second, third = map(str, on_ranks(3, do))
+    assert first == second == "rank 2 of 3, which plans for all of its kind, failed: no solver"
+    assert third == "no solver"
 
 
 def test_plans_that_are_given_may_differ_where_ranks_train_other_parameters() -> None:
