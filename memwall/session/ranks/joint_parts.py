@@ -75,6 +75,8 @@ class JointParts:
         self.begin, self.reset = divided.begin, divided.reset
         self._plan_hash = ""
         self._num_run = 0
+        self._has_heard = False
+        """Whether another rank has failed in the part that runs, even where the script has caught what said so."""
         self._are_uneven = False
         """Whether ranks have divided a step into parts unlike each other: then nobody waits for another one's part."""
         self._tried: list[Shapes] = []
@@ -122,6 +124,7 @@ class JointParts:
             RankError: another rank cannot go on.
             Exception: what the part raised here, where that is no lack of memory, or ends the run.
         """
+        self._has_heard = False
         try:
             result = self._divided.run(part, begin, self._meet)
             self._meet()
@@ -147,7 +150,8 @@ class JointParts:
             self._tried.append(shapes)
 
     def _meet(self) -> None:
-        if any(self._ranks.largest((0,))):
+        self._has_heard = self._has_heard or any(self._ranks.largest((0,)))
+        if self._has_heard:
             raise _FailedElsewhereError
 
     def _agreed(self, told: Told, ends: Exception | None) -> Exception:
