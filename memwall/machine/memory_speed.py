@@ -16,7 +16,7 @@ _PROBE_BYTES = 16 << 20
 
 def copy_seconds_per_byte() -> float:
     """Measures one copy between warm buffers, as from a tensor into staging."""
-    source, target = torch.ones(4 << 20, dtype=torch.uint8), torch.ones(4 << 20, dtype=torch.uint8)
+    source, target = (torch.ones(4 << 20, dtype=torch.uint8, device="cpu") for _ in range(2))
     best_seconds = float("inf")
     for _ in range(_NUM_COPIES):
         begin = time.perf_counter()

@@ -59,7 +59,10 @@ def trained(budget_bytes: int | None) -> tuple[str, float, Plan | None]:
     return found.hexdigest(), scaler.get_scale(), plan
 
 
-def test_blocks_that_run_again_draw_what_they_drew_and_skipped_steps_stay_skipped() -> None:
+@pytest.mark.parametrize("default", ["cpu", "cuda"])
+def test_blocks_that_run_again_draw_what_they_drew_and_skipped_steps_stay_skipped(default: str) -> None:
+    """GIVEN that tensors without a device are made on the default one THEN memwall's own are where they belong."""
+    torch.set_default_device(default)
     plain, scale, _ = trained(None)
     assert FIRST_SCALE / 2**NUM_STEPS < scale < FIRST_SCALE
     found, found_scale, plan = trained((32 << 20) + int(0.8 * torch.cuda.max_memory_reserved()))

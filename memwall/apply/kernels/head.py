@@ -64,8 +64,8 @@ def head_disagreement(module: nn.Linear) -> str | None:
     if weight.dtype not in MAX_DIFFERENCE:
         return f"its dtype is {weight.dtype}"
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_ROWS, module.in_features, generator=generator).to(weight.device, weight.dtype).requires_grad_()
-    target = torch.randint(module.out_features, (_ROWS,), generator=generator).to(weight.device)
+    x = torch.randn(_ROWS, module.in_features, generator=generator, device="cpu").to(weight).requires_grad_()
+    target = torch.randint(module.out_features, (_ROWS,), generator=generator, device="cpu").to(weight.device)
     with torch.enable_grad():
         own = F.cross_entropy(F.linear(x, weight, bias).float(), target)
         ours = linear_cross_entropy(x, weight, target, bias=bias, chunk_rows=_ROWS // 2)

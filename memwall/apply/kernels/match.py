@@ -149,7 +149,7 @@ def disagreement(module: nn.Module, candidate: KernelMatch) -> str | None:
         return f"its dtype is {dtype}"
     generator = torch.Generator().manual_seed(0)
     # A mean that is not zero: without it, the wider a row is the less it shows whether a norm subtracts it.
-    x = (torch.randn(_ROWS, candidate.num_features, generator=generator) + 1.0).to(device, dtype)
+    x = (torch.randn(_ROWS, candidate.num_features, generator=generator, device="cpu") + 1.0).to(device, dtype)
     modes = [(child, child.training) for child in module.modules()]
     try:
         # Where a dropout stands shows in training only.
@@ -203,5 +203,5 @@ def _outcome(forward: Callable[[Tensor], Any], module: nn.Module, checked: tuple
     if not isinstance(result, Tensor):
         raise TypeError(f"it returns {type(result).__name__}, not a tensor")
     # Gradients that hardly differ along a row would leave little of a LayerNorm's but rounding.
-    upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(result)
+    upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(result)
     return [result.detach(), *torch.autograd.grad(result, wanted, upstream)]

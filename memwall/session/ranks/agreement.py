@@ -256,4 +256,6 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _bytes(message: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)
+    if not message:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
