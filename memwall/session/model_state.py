@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from memwall.apply.blocks.hidden_state import HiddenState
 from memwall.apply.blocks.outer_variables import Variable, variables_of_code
@@ -62,6 +63,8 @@ class ModelState:
         self._is_taken = self._is_settled = False
         self._lost_first: _Place | None = None
         """Says what the first forward has changed without a copy."""
+        self._cached: str | None = None
+        """Names what may stay in the cache of torch's parametrizations, with a graph that has saved these buffers."""
         self._shared: list[Variable] = []
         self._hidden: HiddenState | None = None
         self._random: Tensor | None = None
@@ -105,6 +108,8 @@ class ModelState:
         """Returns why the state cannot be put back; None if it can."""
         with without_dispatch(), without_subclass_functions():
             lost = self._lost_first or self._lost()
+        if self._cached is not None:
+            return f"{self._cached} computes a parameter from buffers, and torch may have kept what it has computed"
         if lost is not None:
             return f"its forward changes {lost.name} ({format_bytes(lost.tensor.nbytes)}), of which there is no copy"
         if self._hidden is not None and self._hidden.written:
@@ -143,6 +148,9 @@ class ModelState:
         self._found = _values(self._tables)
         self._shared = variables_of_code([module for _, module in self._modules])
         self._hidden = None
+        if self._most_bytes is not None:  # the cache lasts longer than a forward, not than a step
+            found = (path for path, one in self._modules if isinstance(one, ParametrizationList) and _has_buffers(one))
+            self._cached = next(found, None)
         self._find_tensors()
 
     def _find_tensors(self) -> None:
@@ -185,6 +193,10 @@ class _Copy:
 
     def put_back(self) -> None:
         self.tensor.copy_(self._copied)
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    return next(module.buffers(), None) is not None
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm
 
 import memwall
 from memwall import patches
@@ -200,6 +202,24 @@ def test_what_cannot_be_put_back_is_said(
     assert reason in str(caught.value)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert session.measured.oom_recoveries == 0
+
+
+def test_a_cache_of_parametrizations_is_no_raw_error(tmp_path: Path) -> None:
+    """GIVEN a spectral norm, whose weight torch keeps with its graph WHEN a forward fails THEN that is the reason."""
+    model, optimizer = made()
+    spectral_norm(model.head)
+    with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session:
+        for step in range(2):
+            model.bomb.num_left = step
+            with parametrize.cached():
+                if step:
+                    with pytest.raises(torch.OutOfMemoryError) as caught:
+                        model(torch.randn(SAMPLES, 64))
+                    assert "head.parametrizations.weight computes a parameter" in str(session.explained(caught.value))
+                else:
+                    model(torch.randn(SAMPLES, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_a_failure_that_no_plan_makes_up_for_ends_the_run(tmp_path: Path) -> None:
