@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from memwall.errors import UsageError
-from memwall.observe.script_source import Mistake, Source, keywords_of, name_of
+from memwall.observe.script_source import Mistake, ScriptSource, keywords_of, name_of
 
 _LOW = {"bfloat16", "float16", "half"}
 
@@ -21,14 +21,14 @@ def mistakes_in(path: Path) -> tuple[Mistake, ...]:
         UsageError: it cannot be read, or is no Python.
     """
     try:
-        source = Source(ast.parse(path.read_text(encoding="utf-8")))
+        source = ScriptSource(ast.parse(path.read_text(encoding="utf-8")))
     except (OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as a Python script: {error}") from error
     found = (mistake for rule in _RULES for mistake in rule(source))
     return tuple(sorted(found, key=lambda mistake: (mistake.line, mistake.found)))
 
 
-def _batch_of_a_device(source: Source) -> Iterator[Mistake]:
+def _batch_of_a_device(source: ScriptSource) -> Iterator[Mistake]:
     if _has_keyword(source, "Accelerator", "split_batches", True):
         return
     for call in source.calls:
@@ -45,7 +45,7 @@ def _batch_of_a_device(source: Source) -> Iterator[Mistake]:
                 )
 
 
-def _mean_over_ranks(source: Source) -> Iterator[Mistake]:
+def _mean_over_ranks(source: ScriptSource) -> Iterator[Mistake]:
     if not source.is_distributed or source.called("all_reduce", "reduce", "gather") or _mentions_any(source, _COUNTS):
         return
     for call in source.called("cross_entropy", "CrossEntropyLoss", "nll_loss", "NLLLoss"):
@@ -59,7 +59,7 @@ def _mean_over_ranks(source: Source) -> Iterator[Mistake]:
             )
 
 
-def _clipping_before_unscaling(source: Source) -> Iterator[Mistake]:
+def _clipping_before_unscaling(source: ScriptSource) -> Iterator[Mistake]:
     if not source.called("GradScaler"):
         return
     in_functions = {node for each in source.functions for statement in each.body for node in ast.walk(statement)}
@@ -84,7 +84,7 @@ def _clipping_before_unscaling(source: Source) -> Iterator[Mistake]:
                 )
 
 
-def _clipping_each_micro_batch(source: Source) -> Iterator[Mistake]:
+def _clipping_each_micro_batch(source: ScriptSource) -> Iterator[Mistake]:
     for loop in source.loops:
         for window in (node for node in loop.body if isinstance(node, ast.If) and _is_window(node.test)):
             outside = [node for node in loop.body if node is not window]
@@ -98,7 +98,7 @@ def _clipping_each_micro_batch(source: Source) -> Iterator[Mistake]:
                 )
 
 
-def _last_window(source: Source) -> Iterator[Mistake]:
+def _last_window(source: ScriptSource) -> Iterator[Mistake]:
     for loop in source.loops:
         if not isinstance(loop, ast.For) or name_of(getattr(loop.iter, "func", loop.iter)) == "range":
             continue  # how often it runs may be chosen so that windows come out even
@@ -115,7 +115,7 @@ def _last_window(source: Source) -> Iterator[Mistake]:
                 )
 
 
-def _low_weights(source: Source) -> Iterator[Mistake]:
+def _low_weights(source: ScriptSource) -> Iterator[Mistake]:
     if _mentions_any(source, _FROZEN):
         return  # a base that is not trained may be in 16 bits
     flagged = [call for call in source.calls if any(_is_true(keywords_of(call).get(name)) for name in ("bf16", "fp16"))]
@@ -136,7 +136,7 @@ def _low_weights(source: Source) -> Iterator[Mistake]:
             )
 
 
-def _checkpointing_twice(source: Source) -> Iterator[Mistake]:
+def _checkpointing_twice(source: ScriptSource) -> Iterator[Mistake]:
     # The Trainer's argument calls the model's method: both are one way.
     by_model = [*source.called("gradient_checkpointing_enable"), *_turned_on(source, "gradient_checkpointing")]
     by_fsdp = [
@@ -154,7 +154,7 @@ def _checkpointing_twice(source: Source) -> Iterator[Mistake]:
         )
 
 
-def _zero_without_effect(source: Source) -> Iterator[Mistake]:
+def _zero_without_effect(source: ScriptSource) -> Iterator[Mistake]:
     configured = [key for key, _ in _in_dictionaries(source, "zero_optimization")]
     used = source.called("initialize", "DeepSpeedPlugin") or any("deepspeed" in keywords_of(c) for c in source.calls)
     if configured and not used and not source.called("dump"):
@@ -165,7 +165,7 @@ def _zero_without_effect(source: Source) -> Iterator[Mistake]:
         )
 
 
-def _data_parallel(source: Source) -> Iterator[Mistake]:
+def _data_parallel(source: ScriptSource) -> Iterator[Mistake]:
     for call in source.called("DataParallel"):
         yield Mistake(
             line=call.lineno,
@@ -174,7 +174,7 @@ def _data_parallel(source: Source) -> Iterator[Mistake]:
         )
 
 
-def _unused_and_reentrant(source: Source) -> Iterator[Mistake]:
+def _unused_and_reentrant(source: ScriptSource) -> Iterator[Mistake]:
     unused = [*_turned_on(source, "find_unused_parameters"), *_turned_on(source, "ddp_find_unused_parameters")]
     reentrant = [*_turned_on(source, "use_reentrant"), *_true_in_dictionaries(source, "use_reentrant")]
     if unused and reentrant:
@@ -186,7 +186,7 @@ def _unused_and_reentrant(source: Source) -> Iterator[Mistake]:
         )
 
 
-def _processes_that_train(source: Source) -> Iterator[Mistake]:
+def _processes_that_train(source: ScriptSource) -> Iterator[Mistake]:
     for call in source.called("spawn", "start_processes", "Process"):
         keywords, is_one = keywords_of(call), name_of(call.func) == "Process"
         target = keywords.get("target") if is_one else keywords.get("fn", call.args[0] if call.args else None)
@@ -203,7 +203,7 @@ def _processes_that_train(source: Source) -> Iterator[Mistake]:
         )
 
 
-def _trains(source: Source, name: str) -> bool:
+def _trains(source: ScriptSource, name: str) -> bool:
     """Tells whether a function calls backward, itself or in another one of the file.
 
     Of one from elsewhere its name tells, or that the script shares its model's memory with it.
@@ -222,7 +222,7 @@ def _trains(source: Source, name: str) -> bool:
     return False
 
 
-def _pipelines(source: Source) -> Iterator[Mistake]:
+def _pipelines(source: ScriptSource) -> Iterator[Mistake]:
     schedules = {
         target.id: call
         for call in source.calls
@@ -251,7 +251,7 @@ def _pipelines(source: Source) -> Iterator[Mistake]:
             )
 
 
-_RULES: tuple[Callable[[Source], Iterator[Mistake]], ...] = (
+_RULES: tuple[Callable[[ScriptSource], Iterator[Mistake]], ...] = (
     _batch_of_a_device,
     _mean_over_ranks,
     _clipping_before_unscaling,
@@ -271,7 +271,7 @@ _FROZEN = ("get_peft_model", "peft_config", "LoraConfig", "requires_grad_", "req
 _COUNTS = ("over_ranks", "num_items_in_batch", "num_tokens")
 
 
-def _has_keyword(source: Source, function: str, keyword: str, value: bool) -> bool:
+def _has_keyword(source: ScriptSource, function: str, keyword: str, value: bool) -> bool:
     found = (keywords_of(call).get(keyword) for call in source.called(function))
     return any(isinstance(one, ast.Constant) and one.value is value for one in found)
 
@@ -284,23 +284,23 @@ def _is_true(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is True
 
 
-def _turned_on(source: Source, keyword: str) -> list[ast.Call]:
+def _turned_on(source: ScriptSource, keyword: str) -> list[ast.Call]:
     """Returns the calls that are given True by this name."""
     return [call for call in source.calls if _is_true(keywords_of(call).get(keyword))]
 
 
-def _in_dictionaries(source: Source, name: str) -> list[tuple[ast.expr, ast.expr]]:
+def _in_dictionaries(source: ScriptSource, name: str) -> list[tuple[ast.expr, ast.expr]]:
     """Returns keys of this name in dictionaries that are written out, each with its value."""
     dictionaries = (node for node in source.nodes if isinstance(node, ast.Dict))
     items = (item for each in dictionaries for item in zip(each.keys, each.values, strict=True))
     return [(key, value) for key, value in items if key is not None and _is_constant(key, name)]
 
 
-def _true_in_dictionaries(source: Source, name: str) -> list[ast.expr]:
+def _true_in_dictionaries(source: ScriptSource, name: str) -> list[ast.expr]:
     return [value for _, value in _in_dictionaries(source, name) if _is_true(value)]
 
 
-def _mentions_any(source: Source, names: tuple[str, ...]) -> bool:
+def _mentions_any(source: ScriptSource, names: tuple[str, ...]) -> bool:
     found = {name_of(node) for node in source.nodes} | {
         keyword for call in source.calls for keyword in keywords_of(call)
     }

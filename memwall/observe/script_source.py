@@ -14,7 +14,7 @@ class Mistake(Struct, frozen=True, kw_only=True):
     advice: str
 
 
-class Source:
+class ScriptSource:
     """Holds a script as it is asked by the rules."""
 
     def __init__(self, tree: ast.AST) -> None:

@@ -2,8 +2,8 @@
 
 A forward is all that memwall sees of such a loop's step until its backward: its arguments are there, and what it has
 changed is put back. What it has returned is the loop's, so that only the first forward of a step is called again: a
-graph that an earlier one has made would stay. An evaluation changes no plan: it is called again, once, after what was
-free was given back.
+graph that an earlier one has made would stay. An evaluation that fails changes no plan: it is called again, once, after
+what was free was given back.
 """
 
 import threading
@@ -21,7 +21,7 @@ from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
 from memwall.session.recovery import Recovery
 from memwall.session.step_borders import StepBorders
-from memwall.torch_internals.autograd import current_node, execution_is_transformed
+from memwall.torch_internals.autograd import current_node, execution_is_transformed, innermost_saved_tensor_hooks
 from memwall.torch_internals.dispatch import out_of_inference_mode
 from memwall.trace.attached import forward_of
 
@@ -53,13 +53,16 @@ class ForwardRedo:
     ) -> None:
         self._live, self._borders, self._recovery, self._measured = live, borders, recovery, measured
         self._is_in_part = is_in_part
-        self._states: dict[int, CallState] = {}
+        self._states: dict[tuple[int, bool], CallState] = {}
+        """Those of training apart from those of evaluations, which leave more as it is."""
         self._thread = 0
         """The one in which a forward runs that can be called again."""
         self._is_disturbed = False
         """Whether another thread has called a model meanwhile."""
-        self._num_changes = self._num_taken = 0
-        """How often plans had changed when forwards were last counted, and those since of which the state was taken."""
+        self._num_changes = 0
+        """How often plans had changed when forwards were last counted."""
+        self._num_taken = {True: 0, False: 0}
+        """Those since then of training, and those of evaluations."""
         self._seconds = 0.0
         """What it takes to take the state, on average."""
 
@@ -73,24 +76,25 @@ class ForwardRedo:
             self._is_disturbed |= self._thread != threading.get_ident()
             return forward(*args, **kwargs)
         trains = self._can_be_repeated(model)
-        if not (trains or self._evaluates) or not self._is_worth_it():
+        if not (trains or self._evaluates) or _is_captured() or not self._is_worth_it(trains=trains):
             return forward(*args, **kwargs)
-        state = self._states.get(id(model))
+        key = id(model), trains
+        state = self._states.get(key)
         if state is None or state.model is not model:
-            state = self._states[id(model)] = CallState(model)
+            state = self._states[key] = CallState(model)
         self._thread, self._is_disturbed = threading.get_ident(), False
         try:
-            if not self._has_memory_for(lambda: state.take(args, kwargs), model):
+            if not self._has_memory_for(lambda: state.take(args, kwargs), key):
                 return forward(*args, **kwargs)
             run = self._run_until_done if trains else self._evaluated
             result = run(model, forward, state, args, kwargs)
-            self._has_memory_for(state.settle, model)
+            self._has_memory_for(state.settle, key)
             return result
         finally:
             state.let_go()
             self._thread = 0
 
-    def _has_memory_for(self, taking: Callable[[], None], model: nn.Module) -> bool:
+    def _has_memory_for(self, taking: Callable[[], None], key: tuple[int, bool]) -> bool:
         """Tells whether state could be taken down; where memory has run out for that, a forward is left to itself."""
         begin = time.perf_counter()
         try:
@@ -99,19 +103,19 @@ class ForwardRedo:
         except Exception as error:
             if not is_exhaustion(error):
                 raise
-            del self._states[id(model)]
+            del self._states[key]
             return False
         self._seconds += _WEIGHT_OF_LAST * (time.perf_counter() - begin - self._seconds)
         return True
 
-    def _is_worth_it(self) -> bool:
+    def _is_worth_it(self, *, trains: bool) -> bool:
         """Tells whether state is taken: before the first forwards under a plan, and where that is nothing to a step."""
         num_changes, seconds = self._live.in_effect.num_changes, self._measured.step_seconds
         if num_changes != self._num_changes:
-            self._num_changes, self._num_taken = num_changes, 0
-        self._num_taken += 1
+            self._num_changes, self._num_taken = num_changes, {True: 0, False: 0}
+        self._num_taken[trains] += 1
         is_cheap = bool(seconds) and self._seconds <= _CHEAP_SHARE * seconds[-1]
-        is_worth_it = self._num_taken <= _NUM_CAREFUL or is_cheap
+        is_worth_it = self._num_taken[trains] <= _NUM_CAREFUL or is_cheap
         self._recovery.why_not_again = "" if is_worth_it else _TOO_SHORT
         return is_worth_it
 
@@ -134,6 +138,7 @@ class ForwardRedo:
             and not live.in_effect.applied.blocks.treats(model)
             and not self._is_in_part()
             and num_processes() == 1
+            and innermost_saved_tensor_hooks() is None  # what the script saves by hooks counts a failed forward, too
         )
 
     @property
@@ -194,6 +199,11 @@ class ForwardRedo:
         if not self._recovery.plan_for_less(found, again="forward"):
             raise self._recovery.error(found, "no plan needs less than that", has_next=False) from failure
         self._borders.enter_forward(model)
+
+
+def _is_captured() -> bool:
+    """Returns whether a CUDA graph is captured, which would hold what is taken down."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _is_on_cuda(tensor: Tensor) -> bool:

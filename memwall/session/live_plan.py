@@ -99,6 +99,11 @@ class LivePlan:
         self._borders, self._measured, self._on_plan = borders, measured, on_plan
         self._forms = RecordedForms()
         self._differentiates_backward = False
+        self._evaluated_plan: Plan | None = None
+        self._evaluated_batch = 0
+        """The samples of the largest evaluation for which that plan was found to have room."""
+        self._plan_without_room: Plan | None = None
+        """The one for which no other has room for the evaluations of this run."""
 
     @property
     def failure(self) -> MemwallError | None:
@@ -192,8 +197,6 @@ class LivePlan:
             first = msgspec.structs.replace(
                 first,
                 needed_bytes=max(first.needed_bytes, earlier.needed_bytes),
-                evaluation_batch=earlier.evaluation_batch,
-                evaluates_with_gradients=earlier.evaluates_with_gradients,
             )
         if self.trace.device == "cpu":
             first = with_loaders(first, self.trace)
@@ -226,7 +229,7 @@ class LivePlan:
         begin = time.perf_counter()
 
         def solve(trace: Trace, settings: Settings) -> tuple[Trace, Plan]:
-            return planned(trace, settings, self.in_effect.allocator)
+            return planned(trace, settings, self.in_effect.allocator, is_first=not self._measured.has_plan)
 
         try:
             self.trace, self.plan = self._solved(self.trace, self._present_settings(), solve)
@@ -253,12 +256,14 @@ class LivePlan:
 
     # -- another one -------------------------------------------------------------------------------------------------
 
-    def revised(self, *, charged_bytes: int, held_bytes: int | None = None) -> Revision:
+    def revised(self, *, charged_bytes: int, held_bytes: int | None = None, for_evaluation: bool = False) -> Revision:
         """Makes a plan that knows of more bytes in the process than the present one.
 
         Args:
             charged_bytes: what was needed beyond the forecast.
             held_bytes: all that the process can have, where memory ran out; None where the budget stands.
+            for_evaluation: whether the plan must have room for the evaluation that is known of; otherwise it has where
+                a step alone did not run out of memory, and one has room for both.
 
         Raises:
             InfeasibleError: nothing fits.
@@ -267,7 +272,7 @@ class LivePlan:
         trace, settings = charged(self.trace, charged_bytes), self._present_settings()
         if held_bytes is not None:
             within_bytes = min(settings.budget_bytes, live_process(trace).budget_for(held_bytes))
-            settings = msgspec.structs.replace(settings, budget_bytes=within_bytes)
+            settings = _without_evaluation(msgspec.structs.replace(settings, budget_bytes=within_bytes))
 
         def solve(trace: Trace, settings: Settings) -> tuple[Trace, Plan]:
             return trace, make_plan(trace, settings)
@@ -279,6 +284,10 @@ class LivePlan:
                 revision = Revision(*self._solved(trace, whole, solve), settings.budget_bytes)
                 if self.plan is None or revision.plan.actions != self.plan.actions:
                     return revision
+        if held_bytes is None and not for_evaluation:
+            with suppress(InfeasibleError):
+                return Revision(*self._solved(trace, settings, solve), settings.budget_bytes)
+            settings = _without_evaluation(settings)
         return Revision(*self._solved(trace, settings, solve), settings.budget_bytes)
 
     def make_room_for_evaluation(self) -> None:
@@ -287,22 +296,27 @@ class LivePlan:
         if trace is None or trace.device != "cpu" or plan is None or first is None or self.ranks is not None:
             return
         known = self._evaluating(first, trace)
-        if known == first:
+        is_judged = plan is self._evaluated_plan and known.evaluation_batch <= self._evaluated_batch
+        if is_judged or plan is self._plan_without_room:
             return
-        self.settings = msgspec.structs.replace(self.settings, first_step=known)
+        self._evaluated_plan, self._evaluated_batch = plan, known.evaluation_batch
         foreseen_bytes = evaluation_under_actions(trace, steady_step(trace), plan.actions, known)
+        before, self.settings = self.settings, msgspec.structs.replace(self.settings, first_step=known)
         if foreseen_bytes + plan.forecast.margin_bytes <= self.settings.budget_bytes:
             return
-        with suppress(InfeasibleError):  # whoever watches the budget says when it is passed
-            revision = self.revised(charged_bytes=0)
-            if revision.plan.actions != plan.actions:
-                _log.warning(
-                    "an evaluation of %d samples at once is foreseen to hold %s under the plan; another one makes room "
-                    "for it, and nothing needs to be done",
-                    known.evaluation_batch,
-                    format_bytes(foreseen_bytes, rounding="up"),
-                )
-                self.change_to(revision)
+        try:
+            revision = self.revised(charged_bytes=0, for_evaluation=True)
+        except InfeasibleError:  # whoever watches the budget says when it is passed
+            self.settings, self._plan_without_room = before, plan
+            return
+        if revision.plan.actions != plan.actions:
+            _log.warning(
+                "an evaluation of %d samples at once is foreseen to hold %s under the plan; another one makes room "
+                "for it, and nothing needs to be done",
+                known.evaluation_batch,
+                format_bytes(foreseen_bytes, rounding="up"),
+            )
+            self.change_to(revision)
 
     def _evaluating(self, first: FirstStep, trace: Trace) -> FirstStep:
         return with_evaluation(first, trace, self._borders.attached_model, self._borders.input_shape)
@@ -411,3 +425,11 @@ class LivePlan:
             parameters_stay=why_not_streamed(model, optimizers)
             or ("a backward is differentiated itself (create_graph=True)" if self._differentiates_backward else ""),
         )
+
+
+def _without_evaluation(settings: Settings) -> Settings:
+    """Returns what a plan is made from that need not have room for an evaluation."""
+    first = settings.first_step
+    if first is None:
+        return settings
+    return msgspec.structs.replace(settings, first_step=msgspec.structs.replace(first, evaluation_batch=0))

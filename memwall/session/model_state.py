@@ -14,7 +14,7 @@ from memwall.apply.streaming.guard import GuardedParameter
 from memwall.machine.process_group import num_processes
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.dispatch import without_dispatch, without_subclass_functions
-from memwall.torch_internals.modules import own_buffers, own_modules
+from memwall.torch_internals.modules import is_running_norm, own_buffers, own_modules
 from memwall.units import format_bytes
 
 _ALWAYS_COPIED_BYTES = 1 << 16
@@ -98,7 +98,12 @@ class ModelState:
         with without_dispatch(), without_subclass_functions():
             self._lost_first = self._lost()
             copies = self._copies.items()
-            let_go = {n for n, c in copies if c.tensor.nbytes > _ALWAYS_COPIED_BYTES and not c.has_changed()}
+            kept = {id(tensor) for _, one in self._modules if is_running_norm(one) for tensor in one.buffers()}
+            let_go = {
+                name
+                for name, copy in copies
+                if copy.tensor.nbytes > _ALWAYS_COPIED_BYTES and id(copy.tensor) not in kept and not copy.has_changed()
+            }
             self._standing += [each for each in self._buffers if each.name in let_go]
             self._copies = {name: copy for name, copy in copies if name not in let_go}
         self._samples, self._is_settled = [], True
@@ -114,6 +119,8 @@ class ModelState:
             return f"its forward changes {lost.name} ({format_bytes(lost.tensor.nbytes)}), of which there is no copy"
         if self._hidden is not None and self._hidden.written:
             return f"its forward writes into {self._hidden.written}"
+        if self._hidden is not None and self._hidden.is_too_deep:
+            return "it holds containers within containers, too many to be remembered"
         if self._hidden is not None and self._hidden.one_way:
             return f"its forward may have moved {self._hidden.one_way} on, which cannot go back"
         return None

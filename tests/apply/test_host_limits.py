@@ -229,7 +229,7 @@ def test_how_fast_the_cpu_steps_is_measured_unseen_by_who_watches_optimizers(mon
     seen: list[object] = []
     handle = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
     try:
-        assert cpu_step._bytes_per_second() > 0
+        assert cpu_step._bytes_per_second(torch.float32) > 0
     finally:
         handle.remove()
     assert not seen

@@ -73,15 +73,6 @@ def test_a_refusal_counts_what_planning_for_the_told_budget_holds(
     assert refused(trace, first) >= 790 * MIB
 
 
-def test_a_first_step_that_passed_the_budget_is_refused_though_later_ones_would_fit(trace: Trace) -> None:
-    plan = make_plan(trace, Settings(budget_bytes=2000 * MIB))
-    assert plan.forecast.fits
-    first = FirstStep(needed_bytes=2100 * MIB, in_memory_bytes=0, stays_from_bytes=0)
-    with pytest.raises(InfeasibleError) as error:
-        planning.planned(trace, Settings(budget_bytes=2000 * MIB, first_step=first), AllocatorHandler())
-    assert error.value.smallest_feasible_bytes >= 2100 * MIB
-
-
 def test_an_evaluation_that_does_not_fit_is_refused_with_the_ways_out() -> None:
     """GIVEN a step that has a plan WHEN an evaluation is to pass the budget THEN it is named."""
     workload = Workload(

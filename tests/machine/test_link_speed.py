@@ -13,6 +13,7 @@ from memwall.apply.offload.parking import machine_above_host
 from memwall.apply.techniques import cpu_step
 from memwall.apply.techniques.cpu_step import CpuStepHandler
 from memwall.errors import StoreError
+from memwall.machine import link_speed
 from memwall.machine.link_speed import probe_link, rates
 from memwall.machine.tiers import Machine, Tier
 from memwall.store.pinned_arena import PinnedArena
@@ -90,6 +91,7 @@ class _Copying(TorchFunctionMode):
 def link(monkeypatch: pytest.MonkeyPatch) -> Link:
     """24.4 GB/s to the host, 12.6 GB/s to the device."""
     made = Link(2.44e10, 1.26e10)
+    monkeypatch.setattr(link_speed, "cuda_segment_room_bytes", lambda _: 1 << 40)
     monkeypatch.setattr(torch.cuda, "Stream", made.stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: made.compute)

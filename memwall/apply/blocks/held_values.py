@@ -16,7 +16,7 @@ MAX_CLONED_BYTES = 1 << 20
 _GENERATORS = (torch.Generator, random.Random)
 
 
-class Held:
+class HeldTensor:
     """Holds a tensor that forward may write into, and what it held before."""
 
     __slots__ = ("before", "key", "name", "owner", "tensor", "version")

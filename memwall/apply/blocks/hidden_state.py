@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memwall.apply.blocks.held_values import Held, holds_the_same, is_generator, is_same, refill
+from memwall.apply.blocks.held_values import HeldTensor, holds_the_same, is_generator, is_same, refill
 from memwall.apply.blocks.numpy_random import numpy_state, set_numpy_state
 from memwall.apply.blocks.outer_variables import Variable, hook_owners, hook_tables, variables_of_hooks
 from memwall.torch_internals.autograd import version_of
@@ -35,6 +35,7 @@ _NOT_HOLDERS = (nn.Module, type, types.FunctionType, types.MethodType, types.Mod
 _MAX_SEARCHED = 64
 # A longer one outside of the modules is data, not what a forward collects.
 _MAX_OUTER_ITEMS = 10_000
+_MAX_DEPTH = 4
 
 
 class HiddenState:
@@ -64,11 +65,13 @@ class HiddenState:
         self._variables: list[tuple[Variable, Any]] = []
         self._outer_contents: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Callable[[Any], Any], Any, Callable[[], Any]]] = []
-        self._tensors: list[Held] = []
+        self._tensors: list[HeldTensor] = []
         self.unrestorable = ""
         """After `settle`: what forward wrote into that is too large to be remembered."""
         self.one_way = ""
         """Names what may have gone on with the forward and cannot go back: an iterator."""
+        self.is_too_deep = False
+        """Whether containers within containers were left out, as there are too many."""
         self._seen: set[int] = set()
         with without_dispatch():
             for path, module in modules:
@@ -167,7 +170,7 @@ class HiddenState:
             self._variables.append((variable, value))
         elif kind in _CONTAINERS:
             if len(value) <= _MAX_OUTER_ITEMS:
-                self._outer_contents.append((value, value.copy()))
+                self._contain(value, self._outer_contents)
             if kind in _SEARCHED and len(value) <= _MAX_SEARCHED:
                 for item in value.values() if kind is dict else value:
                     if is_generator(item):
@@ -182,19 +185,29 @@ class HiddenState:
             if kind in _SCALARS:
                 continue
             if kind in _CONTAINERS:
-                self._contents.append((value, value.copy()))
+                self._contain(value, self._contents)
                 if kind in _SEARCHED and len(value) <= _MAX_SEARCHED:
                     for key, item in value.items() if kind is dict else enumerate(value):
                         self._look_at(value, key, item, name, path)
             else:
                 self._look_at(owner, name, value, name, path)
 
+    def _contain(self, value: Any, contents: list[tuple[Any, Any]], depth: int = 0) -> None:
+        """Remembers what a container holds, and what containers within it hold."""
+        contents.append((value, value.copy()))
+        for item in value.values() if isinstance(value, dict) else value:
+            if type(item) in _CONTAINERS:
+                if depth == _MAX_DEPTH or len(contents) > _MAX_OUTER_ITEMS:
+                    self.is_too_deep = True
+                    return
+                self._contain(item, contents, depth + 1)
+
     def _look_at(self, owner: Any, key: Any, value: Any, name: str, path: str) -> None:
         """Remembers what lies within a value, where forward may change that."""
         kind = type(value)
         if kind is Tensor:
             if self._is_written and not value.is_inference():
-                self._tensors.append(Held(owner, key, value, f"{path}.{name}" if path else name))
+                self._tensors.append(HeldTensor(owner, key, value, f"{path}.{name}" if path else name))
         elif kind is torch.Generator:
             self._generators.append((value.set_state, value.get_state(), value.get_state))
         elif kind is random.Random:

@@ -17,7 +17,7 @@ from memwall.trace.steps import steady_step
 _COLLECTIVES = ("c10d.", "_c10d_functional.", "c10d_functional.")
 
 
-class Figures(Struct, frozen=True, kw_only=True):
+class RankFigures(Struct, frozen=True, kw_only=True):
     """Holds what a rank says of its recorded step."""
 
     kind: str
@@ -39,9 +39,9 @@ class Figures(Struct, frozen=True, kw_only=True):
 
 
 def encoded_figures(trace: Trace, settings: Settings, trained: Sequence[bool]) -> bytes:
-    """Returns what this rank says of its recorded step, as `Figures` in JSON."""
+    """Returns what this rank says of its recorded step, as `RankFigures` in JSON."""
     process = live_process(trace)
-    figures = Figures(
+    figures = RankFigures(
         kind=_kind(trace, trained),
         needed_bytes=process.bare(steady_step(trace)).process_bytes,
         base_bytes=trace.base_bytes,
@@ -73,7 +73,7 @@ def _has_collective(trace: Trace) -> bool:
     return any(op.name in collectives for step in trace.steps for op in step.ops if op.phase == "forward")
 
 
-def of_worst(alike: Sequence[Figures], trace: Trace, settings: Settings) -> tuple[Trace, Settings]:
+def of_worst(alike: Sequence[RankFigures], trace: Trace, settings: Settings) -> tuple[Trace, Settings]:
     """Returns a trace and settings with the most that any rank holds, and the least that any has and allows."""
     capacities = [f.tier_capacity_bytes for f in alike if f.tier_capacity_bytes is not None]
     first_steps = [f.first_step for f in alike if f.first_step is not None]

@@ -16,7 +16,7 @@ from memwall.errors import InfeasibleError, MemwallError, RankError
 from memwall.planning.planfile import Plan, decoded, save_for_ranks
 from memwall.planning.settings import Settings
 from memwall.session.ranks.agreement import Ranks
-from memwall.session.ranks.figures import Figures, encoded_figures, of_worst
+from memwall.session.ranks.figures import RankFigures, encoded_figures, of_worst
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
@@ -51,7 +51,7 @@ def planned_together(
         RankError: a rank that plans failed.
     """
     said = [
-        msgspec.json.decode(message, type=Figures)
+        msgspec.json.decode(message, type=RankFigures)
         for message in ranks.gathered(encoded_figures(trace, settings, trained))
     ]
     planners: dict[str, int] = {}

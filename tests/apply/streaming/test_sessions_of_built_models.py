@@ -123,7 +123,7 @@ def test_another_model_that_was_built_on_disk_is_told_apart_from_the_process(
         found.append((first, trace, process_bytes()))
         return first
 
-    monkeypatch.setattr(live_plan, "with_evaluation", noted)
+    monkeypatch.setattr(live_plan, "with_loaders", noted)
     session = Session(disk=str(tmp_path), budget_bytes=1 << 40)
     open_sessions.append(session)
     session.watch_building()

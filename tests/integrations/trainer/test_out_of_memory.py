@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +17,15 @@ pytestmark = [pytest.mark.requires("transformers", "accelerate"), pytest.mark.sl
 class TestOutOfMemory:
     @pytest.fixture
     def failing(self, make_model: Any) -> Any:
-        """A model whose layer fails once, in the call with the number that it is told."""
+        """A model whose layer fails once, in the call with the number that it is told, or in all calls from there."""
 
-        def make(number: int) -> Any:
-            model, calls = make_model(), []
+        def make(number: int, *, always: bool = False) -> Any:
+            model = make_model()
+            seen = SimpleNamespace(num_calls=0)  # a number or list would be put back for the second run
 
             def before(*_: Any) -> None:
-                calls.append(1)
-                if len(calls) == number:
+                seen.num_calls += 1
+                if seen.num_calls == number or (always and seen.num_calls > number):
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has")
 
             model.model.layers[-1].register_forward_pre_hook(before)
@@ -79,7 +81,7 @@ class TestOutOfMemory:
 
         callback = MemwallCallback(budget="1TiB")
         with pytest.raises(OutOfMemoryError, match=r"^out of memory in evaluation, after step 1: 2\.0 MiB"):
-            train(callback, model=failing(2), eval_strategy="steps", eval_steps=1)
+            train(callback, model=failing(2, always=True), eval_strategy="steps", eval_steps=1)
         assert callback.session.state == "closed"
         assert callback.session.measured.oom_recoveries == 0
         assert callback.session.plan.actions == ()
