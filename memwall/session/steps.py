@@ -297,7 +297,8 @@ class Steps:
         if self.live.ranks is None:
             self.end_step()
             num_changes = self.live.in_effect.num_changes
-            self.live.make_room_for_evaluation()
+            with out_of_inference_mode():
+                self.live.make_room_for_evaluation()
             if self.live.in_effect.num_changes != num_changes:
                 self._clock.forget()
                 self._room.restart()

@@ -123,7 +123,7 @@ for step in range(4):
     model(data[:64]).square().mean().backward()
     optimizer.step()
     if step == 2:
-        with torch.no_grad():
+        with torch.inference_mode():
             model(data)
 """
 
