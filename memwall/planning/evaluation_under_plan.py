@@ -1,4 +1,4 @@
-"""What a run holds while it evaluates under a plan: state and parameters lie where the plan has them."""
+"""Foresees what a run holds while it evaluates under a plan, which says where state and parameters are."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What one call of a model begins with: the model's state, and what it is called with."""
+"""Keeps what one call of a model begins with: the model's state, and what it is called with."""
 
 from collections import UserDict
 from collections.abc import Mapping

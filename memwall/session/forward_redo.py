@@ -64,7 +64,7 @@ class ForwardRedo:
         self._num_taken = {True: 0, False: 0}
         """Those since then of training, and those of evaluations."""
         self._seconds = 0.0
-        """What it takes to take the state, on average."""
+        """Says how long it takes to take the state, on average."""
 
     def run(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a forward of a model, and runs it again under a plan for less where memory runs out.

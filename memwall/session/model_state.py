@@ -1,4 +1,4 @@
-"""What a forward of a whole model changes, as it was before: random numbers, buffers, plain attributes, variables."""
+"""Keeps what a forward of a whole model changes, as it was: random numbers, buffers, plain attributes, variables."""
 
 from itertools import chain
 from operator import attrgetter

@@ -1,4 +1,4 @@
-"""What ranks say of their recorded steps, which of them are alike, and the most that any of these needs."""
+"""Tells what ranks say of their recorded steps, which of them are alike, and the most that any of these needs."""
 
 import hashlib
 from collections.abc import Sequence
