@@ -80,7 +80,7 @@ def convolutions_with_batch_norm() -> Script:
     return supervised(Images(Block(), Block()))
 
 
-@scenario(blocks=("blocks.0",), refused={"parameters-on-disk": "are in memory"})
+@scenario(blocks=("blocks.0",))
 def tied_blocks() -> Script:
     block = Mlp()
     return supervised(Net(block, block))
