@@ -61,6 +61,52 @@ def innermost_saved_tensor_hooks() -> tuple[Any, Any] | None:
     return found
 
 
+_push_hooks = function(
+    "torch._C._autograd._push_saved_tensors_default_hooks", "looking at what is saved beneath a script's own hooks"
+)
+_pop_hooks = function(
+    "torch._C._autograd._pop_saved_tensors_default_hooks", "looking at what is saved beneath a script's own hooks"
+)
+
+
+class SavedTensorHooksBeneath:
+    """Has tensors that are saved for backward pass these hooks, but for those that hooks of the script's own take.
+
+    torch keeps hooks on a stack, and a context of a script, as of its own checkpoint around the model, takes away
+    whatever lies on top. So these lie beneath all that are there when they begin, and may end before or after them.
+    """
+
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        self._own = pack, unpack
+
+    def begin(self) -> None:
+        """Begins with it, in this thread.
+
+        Raises:
+            NotAvailableError: this torch lets nobody look at the hooks that are there.
+        """
+        lifted = self._lift()
+        _push_hooks(*self._own)
+        for pair in reversed(lifted):
+            _push_hooks(*pair)
+
+    def end(self) -> None:
+        """Ends that; to be called in the thread that began."""
+        lifted = self._lift()
+        if innermost_saved_tensor_hooks() is not None:
+            _pop_hooks()
+        for pair in reversed(lifted):
+            _push_hooks(*pair)
+
+    def _lift(self) -> list[tuple[Any, Any]]:
+        """Takes away the hooks down to these, or all; returns them, the innermost first."""
+        lifted = []
+        while (pair := innermost_saved_tensor_hooks()) is not None and pair[0] is not self._own[0]:
+            lifted.append(pair)
+            _pop_hooks()
+        return lifted
+
+
 _queue_callback = function(
     "torch.autograd.Variable._execution_engine.queue_callback", "letting parameters go when a backward ends"
 )

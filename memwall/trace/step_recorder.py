@@ -18,7 +18,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memwall.errors import TraceError
 from memwall.machine.memory_speed import kernel_seconds
 from memwall.patches import Patches
-from memwall.torch_internals.autograd import current_node, next_sequence_number, sequence_number_of
+from memwall.torch_internals.autograd import (
+    SavedTensorHooksBeneath,
+    current_node,
+    next_sequence_number,
+    sequence_number_of,
+)
 from memwall.torch_internals.compiler import calls_as_one, inside_compiled, is_compiled, is_region, unseen
 from memwall.torch_internals.dispatch import StepMode, leave_mode
 from memwall.torch_internals.operators import num_flops
@@ -104,7 +109,7 @@ class StepRecorder(StepMode):
         self._begins_step = begins_step or (lambda _: self.num_optimizer_steps > 0)
         self._paused = 0
         self._patches = Patches("records a step")
-        self._saved_hooks: Any = None
+        self._saved_hooks: SavedTensorHooksBeneath | None = None
         """While recording; None before and after."""
         self._root_ids = {id(model) for root in roots for model in models_of(root)}
         self._gathered = Gathered(roots)
@@ -143,8 +148,8 @@ class StepRecorder(StepMode):
                 self._units.add(id(unit))
                 self._patches.push(attach_hook(unit.register_forward_pre_hook, self._enter))
         self._thread = threading.get_ident()
-        self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(unseen(self._pack), unseen(self._unpack))
-        self._saved_hooks.__enter__()
+        self._saved_hooks = SavedTensorHooksBeneath(unseen(self._pack), unseen(self._unpack))
+        self._saved_hooks.begin()
         self.__enter__()  # type: ignore[no-untyped-call]
         if running_root is not None:
             begins_step, self._begins_step = self._begins_step, lambda _: False
@@ -162,7 +167,7 @@ class StepRecorder(StepMode):
         saved_hooks, self._saved_hooks = self._saved_hooks, None
         try:
             if threading.get_ident() == self._thread:
-                saved_hooks.__exit__(None, None, None)
+                saved_hooks.end()
                 leave_mode(self)
         finally:
             self._patches.undo()

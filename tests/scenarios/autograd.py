@@ -114,6 +114,45 @@ def checkpoint_of_its_own() -> Script:
 
 
 @scenario(refused=dict.fromkeys(("recompute", "offload-inputs"), "another checkpoint calls the block again"))
+def checkpoint_around_the_model() -> Script:
+    model = net()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
+
+    return learning(model, loss_of)
+
+
+@scenario()
+def saved_on_the_cpu_around_the_model() -> Script:
+    model = net()
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            out = model(x)
+        return F.cross_entropy(out, y) + out.exp().mean()
+
+    return learning(model, loss_of)
+
+
+@scenario()
+def hooks_of_its_own_around_the_step() -> Script:
+    model = net()
+    optimizer = adamw(model)
+
+    def step(number: int) -> Tensor:
+        x, y = batch_of(number)
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved + 0, lambda saved: saved):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return Script(model, (optimizer,), step)
+
+
+@scenario(refused=dict.fromkeys(("recompute", "offload-inputs"), "another checkpoint calls the block again"))
 def reentrant_checkpoint_around_blocks() -> Script:
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:

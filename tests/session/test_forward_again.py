@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 import memwall
 from memwall import patches
@@ -57,6 +58,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head, self.bomb, self._before = nn.Linear(64, 1), Bomb(), before
         self.count, self.seen, self.mean = 0, [], 0.0
+        self.log: dict[str, dict[str, list[int]]] = {"of": {"blocks": []}}
         self.generator = torch.Generator().manual_seed(5)
         self.register_buffer("total", torch.zeros(8))
         self.register_buffer("table", torch.randn(1 << 17))
@@ -74,6 +76,8 @@ def everything(model: Model, values: Tensor) -> Tensor:
     """Draws from four generators, counts, collects, keeps a mean, and writes into a buffer."""
     model.count += 1
     model.seen.append(model.count)
+    model.log["of"]["blocks"].append(model.count)
+    model.log["of"].setdefault(f"step {model.count}", []).append(0)
     model.mean = 0.9 * model.mean + 0.1 * float(values.detach().mean())
     model.total.add_(1.0)
     noise = torch.randn(64, generator=model.generator)
@@ -105,7 +109,7 @@ def train(
     found = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
     for tensor in (*model.parameters(), *model.buffers(), model.generator.get_state()):
         found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    found.update(repr((random.random(), np.random.rand(), model.count, model.seen, model.mean)).encode())
+    found.update(repr((random.random(), np.random.rand(), model.count, model.seen, model.log, model.mean)).encode())
     return found.hexdigest()
 
 
@@ -201,6 +205,72 @@ def test_what_cannot_be_put_back_is_said(
         train(model, optimizer, (step,))
     assert reason in str(caught.value)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert session.measured.oom_recoveries == 0
+
+
+class Wide(Model):
+    """Keeps running statistics of more bytes than are copied before each forward whatever becomes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(64, 1 << 15, bias=False), nn.BatchNorm1d(1 << 15), nn.Linear(1 << 15, 64))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values + self.wide(values[:2]).mean(0))
+
+
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_large_running_statistics_go_back(tmp_path: Path, *, evaluates_first: bool) -> None:
+    """GIVEN a norm of many features, which an evaluation leaves as it was WHEN a later forward fails THEN its running
+    mean has one batch in it, not two."""
+
+    def trained(*, is_planned: bool) -> str:
+        torch.manual_seed(0)
+        model = Wide()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if not is_planned:
+            return train(model, optimizer)
+        with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session:
+            if evaluates_first:
+                model.eval()
+                with torch.no_grad():
+                    model(torch.randn(SAMPLES, 64))
+                model.train()
+            found = train(model, optimizer, (1, 3))
+        assert session.measured.oom_recoveries == 2
+        return found
+
+    assert trained(is_planned=True) == trained(is_planned=False)
+
+
+def test_what_the_script_recomputes_itself_is_not_called_again(tmp_path: Path) -> None:
+    """GIVEN torch's checkpoint around the model, whose hooks count a failed forward too THEN the error says so."""
+    model, optimizer = made()
+    with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session:
+        for step in range(3):
+            batch = torch.randn(SAMPLES, 64)
+            model.bomb.num_left = int(step == 2)
+            if step == 2:
+                with pytest.raises(torch.OutOfMemoryError) as caught:
+                    checkpoint(model, batch, use_reentrant=False)
+                assert "the loop computes the gradients itself" in str(session.explained(caught.value))
+                break
+            checkpoint(model, batch, use_reentrant=False).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.measured.oom_recoveries == 0
+    assert model.bomb.num_left == 0
+
+
+def test_containers_too_deep_to_be_remembered_are_the_reason(tmp_path: Path) -> None:
+    """GIVEN lists within lists within lists WHEN a forward fails THEN it is not called again with some of them."""
+    model, optimizer = made(everything)
+    model.seen.append([[[[[[1]]]]]])
+    with (
+        pytest.raises(OutOfMemoryError, match="it holds containers within containers, too many to be remembered"),
+        memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session,
+    ):
+        train(model, optimizer, (2,))
     assert session.measured.oom_recoveries == 0
 
 

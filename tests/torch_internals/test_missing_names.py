@@ -72,6 +72,11 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
             lambda door: door.innermost_saved_tensor_hooks(),
             RAISES,
         ),
+        "torch._C._autograd._push_saved_tensors_default_hooks": (
+            lambda door: door.SavedTensorHooksBeneath(leaf, leaf).begin(),
+            RAISES,
+        ),
+        "torch._C._autograd._pop_saved_tensors_default_hooks": (lambda door: door._pop_hooks(), RAISES),
         "torch.autograd.Variable._execution_engine.queue_callback": (lambda door: door.after_backward(print), RAISES),
         "torch._C._functorch.peek_interpreter_stack": (lambda door: door.execution_is_transformed(), RAISES),
         "torch._C._functions.AccumulateGrad._input_metadata": (lambda door: door.input_dtypes(node()), RAISES),

@@ -90,6 +90,33 @@ def test_the_innermost_hooks_and_those_on_gradients_are_shown() -> None:
     assert list(autograd.accumulation_hooks(parameter).values()) == [print]
 
 
+@pytest.mark.parametrize("ends_within", [False, True])
+def test_hooks_beneath_those_of_a_script_end_before_or_after_them(*, ends_within: bool) -> None:
+    """GIVEN hooks that begin within a script's WHEN either ends first THEN the other's are as they were."""
+    own: list[str] = []
+    scripts: list[str] = []
+    leaf_ = leaf()
+
+    def passes(seen: list[str]) -> tuple[Any, Any]:
+        return (lambda tensor: (seen.append("packed"), tensor)[1]), lambda tensor: tensor
+
+    beneath = autograd.SavedTensorHooksBeneath(*passes(own))
+    with torch.autograd.graph.saved_tensors_hooks(*passes(scripts)):
+        with torch.autograd.graph.saved_tensors_hooks(*passes(scripts)):
+            beneath.begin()
+            leaf_.exp()
+        leaf_.exp()
+        if ends_within:
+            beneath.end()
+        assert (len(own), len(scripts)) == (0, 2)
+    leaf_.exp()
+    assert len(own) == (0 if ends_within else 1)
+    if not ends_within:
+        beneath.end()
+    assert len(scripts) == 2
+    assert autograd.innermost_saved_tensor_hooks() is None
+
+
 def test_a_transform_of_functions_is_seen() -> None:
     seen: list[bool] = []
 

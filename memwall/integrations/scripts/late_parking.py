@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from memwall.machine.meter import process_bytes
+from memwall.torch_internals.autograd import SavedTensorHooksBeneath
 from memwall.torch_internals.saved import Kept, check_unmodified
 
 _log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class LateParking:
 
     def __init__(self, most_bytes: int, disk: str | None, capacity_bytes: int | None) -> None:
         self._most_bytes, self._disk, self._capacity_bytes = most_bytes, disk, capacity_bytes
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._hooks: SavedTensorHooksBeneath | None = None
         self._thread = 0
         self._model: nn.Module | None = None
         self._engine: Any = None
@@ -39,8 +39,8 @@ class LateParking:
         if self._hooks is not None:
             return
         self._model, self._thread = model, threading.get_ident()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        self._hooks.__enter__()
+        self._hooks = SavedTensorHooksBeneath(self._pack, self._unpack)
+        self._hooks.begin()
 
     def end(self) -> None:
         """Ends that; what is on disk stays there until the backward that needs it. Safe to call twice.
@@ -49,7 +49,7 @@ class LateParking:
         """
         hooks, self._hooks, self._model = self._hooks, None, None
         if hooks is not None and threading.get_ident() == self._thread:
-            hooks.__exit__(None, None, None)
+            hooks.end()
         self._engine = None
         close, self._close = self._close, lambda: None
         close()
