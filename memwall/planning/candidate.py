@@ -65,7 +65,7 @@ def plan_of(
         reserved_bytes=process.reserved_bytes(found.process_bytes),
         process_bytes=found.process_bytes,
         host_bytes=held_bytes if process.next_tier == "host" else None,
-        disk_bytes=held_bytes if process.next_tier == "disk" else None,
+        disk_bytes=held_bytes if process.next_tier == "disk" else found.location.lowest_bytes or None,
     )
     moved_bytes = found.moved_bytes + found.location.written_bytes
     link = _link_time(found, trace, process, steady) if moved_bytes else None
@@ -100,7 +100,7 @@ def plan_of(
         not_modelled=process.not_modelled(),
         actions=found.actions,
         levers=found.levers,
-        binding=(*found.binding, *disk_wear(link, steady_seconds + found.extra_seconds)),
+        binding=(*found.binding, *disk_wear(_on_disk(link, found, trace), steady_seconds + found.extra_seconds)),
         smallest_feasible_budget_bytes=smallest_budget_bytes,
         plain_peak=PeakBytes(
             allocated_bytes=live_peak_bytes(plain, trace.device),
@@ -119,6 +119,16 @@ def plan_of(
         micro_batch=trace.micro_batch,
         num_micro_batches=trace.num_micro_batches,
         forecast=forecast,
+    )
+
+
+def _on_disk(link: LinkTime | None, found: Candidate, trace: Trace) -> LinkTime | None:
+    """Returns what of the bytes that a candidate moves is written to a disk: of a device's, those below its host."""
+    if link is None or not found.location.lowest_bytes:
+        return link
+    disk = trace.machine.tiers[-1]
+    return msgspec.structs.replace(
+        link, tier="disk", written_bytes=found.location.lowest_bytes, tier_total_bytes=disk.total_bytes
     )
 
 

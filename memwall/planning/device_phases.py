@@ -41,7 +41,8 @@ def with_device_phases(plan: Plan, trace: Trace, process: DeviceModel) -> Plan:
         return plan
     plan = _with_phases(plan, trace, found, process)
     resume_bytes = plan.forecast.phases["resume"].process_bytes
-    if not _state_bytes(plan) or plan.forecast.budget_bytes is None or resume_bytes <= plan.forecast.budget_bytes:
+    budget_bytes = plan.forecast.budget_bytes
+    if not _moved_state_bytes(plan) or budget_bytes is None or resume_bytes <= budget_bytes:
         return plan
     reason = (
         "a state dict that is loaded has all of the optimizer's state on the device for a while: "
@@ -168,7 +169,7 @@ def _simulated(
             after = step_under_plan(
                 msgspec.structs.replace(trace, names=evaluation.names, steps=tuple(following)), plan
             )
-    resumed = steady_step(trace) if _state_bytes(plan) else None
+    resumed = steady_step(trace) if _moved_state_bytes(plan) else None
     phases = Phases((as_first(step), step), evaluated, after_evaluation=after, resumed=resumed)
     return phases.peaks(process.profile, settings=settings, capacity_bytes=capacity_bytes)
 
@@ -181,7 +182,7 @@ def _with_phases(plan: Plan, trace: Trace, found: Mapping[str, PhasePeak], proce
             reserved_bytes=peak.reserved_bytes,
             process_bytes=process.base_bytes + peak.reserved_bytes,
             host_bytes=peak.host_bytes + away_bytes.get(name, 0),
-            disk_bytes=None if peak.disk_bytes is None else peak.disk_bytes + _state_bytes(plan),
+            disk_bytes=_disk_bytes(plan, name, peak),
         )
         for name, peak in found.items()
     }
@@ -201,12 +202,20 @@ def _with_phases(plan: Plan, trace: Trace, found: Mapping[str, PhasePeak], proce
     return msgspec.structs.replace(plan, forecast=forecast)
 
 
+def _disk_bytes(plan: Plan, name: str, peak: PhasePeak) -> int | None:
+    """Returns the bytes on disk in a phase: those of a checkpoint, and state that is there from the first step on."""
+    lowest_bytes = 0 if name == "build" else _lowest_bytes(plan)
+    if peak.disk_bytes is None:
+        return lowest_bytes or None
+    return peak.disk_bytes + _state_bytes(plan) + 2 * lowest_bytes
+
+
 def _away_bytes(plan: Plan, trace: Trace) -> dict[str, int]:
     """Returns the bytes that a plan adds to host memory, by phase.
 
     Saved tensors: of a batch that is split, those of one part. And the optimizer's state, where that is there between
     steps: a state dict is a copy of it, and so is what is read to be loaded. What a step on the CPU brings down passes
-    through memory that stays.
+    through memory that stays, and so does state that is on disk.
     """
     num_parts = max(1, plan.batch_parts[1] // max(1, plan.num_micro_batches))
     state_bytes = _state_bytes(plan)
@@ -219,7 +228,7 @@ def _away_bytes(plan: Plan, trace: Trace) -> dict[str, int]:
         "first_step": in_step,
         "steady_step": in_step,
         "eval": staged_bytes + state_bytes,
-        "save": staged_bytes + 2 * state_bytes,
+        "save": staged_bytes + 2 * state_bytes + _lowest_bytes(plan),
         "resume": state_bytes,
     }
 
@@ -227,3 +236,12 @@ def _away_bytes(plan: Plan, trace: Trace) -> dict[str, int]:
 def _state_bytes(plan: Plan) -> int:
     """Returns the bytes of the optimizer's state that are in host memory between steps."""
     return sum(technique_of(action).host_state_bytes(action) for action in plan.actions)
+
+
+def _moved_state_bytes(plan: Plan) -> int:
+    return _state_bytes(plan) + _lowest_bytes(plan)
+
+
+def _lowest_bytes(plan: Plan) -> int:
+    """Returns the bytes of the optimizer's state that are on a disk below the host's memory between steps."""
+    return plan.forecast.peak.disk_bytes or 0

@@ -17,6 +17,8 @@ class Location(Struct, frozen=True, kw_only=True):
     """Bytes whose place is on the next tier."""
     staging_bytes: int = 0
     """Bytes of that tier through which others pass."""
+    lowest_bytes: int = 0
+    """Bytes whose place is on the disk below that tier; they pass both."""
     written_bytes: int = 0
     """Bytes that a step writes to the tier."""
     read_bytes: int = 0
@@ -47,6 +49,7 @@ class Location(Struct, frozen=True, kw_only=True):
             actions=self.actions + other.actions,
             away_bytes=self.away_bytes + other.away_bytes,
             staging_bytes=self.staging_bytes + other.staging_bytes,
+            lowest_bytes=self.lowest_bytes + other.lowest_bytes,
             written_bytes=self.written_bytes + other.written_bytes,
             read_bytes=self.read_bytes + other.read_bytes,
             grown_bytes=self.grown_bytes + other.grown_bytes,

@@ -56,6 +56,18 @@ def buffer_sizes(sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
     return max((ring, (max(own, default=0),)), key=sum)
 
 
+def staging_bytes(sizes: Sequence[int], bucket_bytes: int) -> int:
+    """Returns the host memory through which state of a device passes on its way to a disk and back.
+
+    What has passed through stays pinned: a larger parameter's takes the place of one buffer of the ring.
+    """
+    own = [round_up(size) for size in sizes if size > bucket_bytes]
+    shared = [size for size in sizes if size <= bucket_bytes]
+    num_shared = min(NUM_BUFFERS, _num_buckets(shared, bucket_bytes))
+    each_bytes = round_up(bucket_bytes if num_shared > 1 else sum(shared))
+    return each_bytes * (num_shared - bool(own and num_shared)) + max(own, default=0)
+
+
 def with_state_on_disk(
     step: Step, *, resident_bytes: int, bucket_bytes: int, min_bytes: int, comes_back: bool = True
 ) -> Step:

@@ -93,6 +93,7 @@ class RecordedStep:
                 window_bytes=WINDOW_BYTES,
                 min_bytes=MIN_MOVED_BYTES,
                 host_limit_bytes=host_limit_bytes,
+                no_disk=settings.no_disk,
             )
             self._machine = self._parked.machine
             device_budget.hold(meter_of(model), settings.budget_bytes)  # which may have given way to what was measured

@@ -63,12 +63,18 @@ def padded_bytes(sizes: Iterable[int]) -> int:
 
 
 class BucketBuffer:
-    """Holds a bucket in use, page-aligned; torch allocates the memory, so that it lies where other tensors lie."""
+    """Holds a bucket in use, page-aligned; torch allocates the memory, so that it lies where other tensors lie.
 
-    def __init__(self, num_bytes: int, device: torch.device = _CPU) -> None:
+    Args:
+        memory: what to lie in instead (uint8, one dimension, in whole pages); the caller has it for as long.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device = _CPU, memory: Tensor | None = None) -> None:
         self.num_bytes = round_up(num_bytes)
         size = self.num_bytes + ALIGNMENT_BYTES
-        self.memory = with_room(lambda: torch.empty(size, dtype=torch.uint8, device=device))
+        if memory is None:
+            memory = with_room(lambda: torch.empty(size, dtype=torch.uint8, device=device))
+        self.memory = memory
         address = self.memory.data_ptr()
         self._skipped_bytes = round_up(address) - address
         self._address = address + self._skipped_bytes
@@ -83,7 +89,7 @@ class BucketBuffer:
 
     def tensor(self, offset: int, like: Tensor) -> Tensor:
         """Returns the tensor with the dtype, shape and strides of `like` that lies at `offset`."""
-        start = (self._skipped_bytes + offset) // like.element_size()
+        start = (int(self.memory.storage_offset()) + self._skipped_bytes + offset) // like.element_size()
         empty = torch.empty(0, dtype=like.dtype, device=self.memory.device)
         return empty.set_(self.memory.untyped_storage(), start, like.size(), like.stride())
 
@@ -127,7 +133,7 @@ class Bucket(ABC, Generic[M]):
 
     def _write_each(self, tensors: Sequence[tuple[Tensor, int]], num_bytes: int) -> M:
         """Begins to write tensors that lie anywhere, each to its offset among so many bytes."""
-        source = self.new_buffer(num_bytes)
+        source = self.passing_buffer(num_bytes)
         for tensor, offset in tensors:
             source.tensor(offset, tensor).copy_(tensor)
         return self._write_from(source, num_bytes)
@@ -139,6 +145,10 @@ class Bucket(ABC, Generic[M]):
     def new_buffer(self, num_bytes: int) -> BucketBuffer:
         """Returns memory that such tensors are used in."""
         return BucketBuffer(num_bytes, self.home)
+
+    def passing_buffer(self, num_bytes: int) -> BucketBuffer:
+        """Returns memory for tensors that are copied from there, or to there, and used elsewhere."""
+        return self.new_buffer(num_bytes)
 
     def begin_read(self, buffer: BucketBuffer, after: M | None = None) -> None:
         """Begins to fill `buffer`, once the write `after` no longer needs it."""
@@ -212,7 +222,7 @@ class Bucket(ABC, Generic[M]):
         """
         if not self.num_bytes:
             return {}
-        buffer = self.new_buffer(self.num_bytes)
+        buffer = self.passing_buffer(self.num_bytes)
         self._read_into(buffer, None).wait()
         return {
             id(piece.away): buffer.tensor(piece.offset, piece.away).to(device or self.home, copy=True)
@@ -267,15 +277,16 @@ class Bucket(ABC, Generic[M]):
 
 
 class DiskBucket(Bucket[Transfer]):
-    """Keeps tensors of CPU memory in a slot on disk.
+    """Keeps tensors in a slot on disk.
 
     Args:
         pool: the threads and the file.
         label: names the bucket in an error.
+        device: where the tensors are used; of another than the CPU they pass through what `passing_buffer` returns.
     """
 
-    def __init__(self, pool: TransferPool, label: str) -> None:
-        super().__init__(_CPU)
+    def __init__(self, pool: TransferPool, label: str, device: torch.device = _CPU) -> None:
+        super().__init__(device)
         self._pool, self._label = pool, label
         self._slot: Slot | None = None
 

@@ -50,6 +50,39 @@ def test_a_run_takes_no_more_of_it(
     assert told.options["host_capacity_bytes"] is None
 
 
+_FACTORY = """
+import torch
+from memwall import Workload
+
+def workload():
+    return Workload(
+        model=lambda: torch.nn.Linear(8, 8),
+        batch=lambda: torch.ones(2, 8),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters),
+    )
+"""
+
+
+def test_a_plan_for_a_device_knows_the_disk_below_its_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers: list[Tier] = []
+
+    def planned(trace: Any, **_: Any) -> None:
+        tiers.extend(trace.machine.tiers)
+        raise UsageError("told")
+
+    monkeypatch.setattr(search, "plan", planned)
+    (tmp_path / "small.py").write_text(_FACTORY)
+    asked = ("plan", f"{tmp_path / 'small.py'}:workload", "--device", "l4", "--budget", "1GiB")
+    disk = ("--disk", f"{tmp_path}:128MiB")
+    assert main([*asked, *disk]) == 2
+    assert "give --host SIZE as well" in capsys.readouterr().err
+    assert main([*asked, *disk, "--host", "64MiB"]) == 2
+    assert [(tier.name, tier.free_bytes) for tier in tiers] == [("host", 64 * MIB), ("disk", 128 * MIB)]
+
+
 def test_ranks_of_one_host_share_the_disk(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(session, "Session", told)

@@ -88,7 +88,10 @@ def test_what_no_way_fits_is_said_with_the_least(spec: str, capsys: pytest.Captu
         (("--link", "dgx-h100"), "--link: only together with --ranks N"),
         (("--ranks", "8"), "--ranks 8: only with a device of the table"),
         (("--ranks", "8", "--device", "h100-80gb", "--eval-batch", "4"), "--eval-batch 4: not together with --ranks"),
-        (("--ranks", "8", "--device", "h100-80gb", "--disk", "/tmp"), "with --device NAME tensors move to host memory"),
+        (
+            ("--ranks", "8", "--device", "h100-80gb", "--disk", "/tmp"),
+            "of several ranks nothing is planned to be on",
+        ),
     ],
 )
 def test_what_ranks_go_with(options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

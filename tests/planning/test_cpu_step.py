@@ -246,6 +246,7 @@ def test_a_plan_without_a_step_on_the_cpu_does_not_speak_of_it() -> None:
     fields = {"kind": "optimizer-placement", "tier": "host", "resident_bytes": 0, "bucket_bytes": 2, "min_bytes": 1}
     action = msgspec.convert(fields, OptimizerPlacement)
     assert msgspec.to_builtins(action) == fields | {
+        "staging_bytes": 0,
         "saved_bytes": None,
         "cost_seconds": None,
         "exactness": "bit-exact",

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from memwall.machine.disk_probe import probe_disk
 from memwall.machine.limits import pinnable_bytes
 from memwall.machine.link_speed import probe_link
 from memwall.machine.memory_speed import copy_seconds_per_byte, fault_seconds_per_byte
-from memwall.machine.tiers import Machine
+from memwall.machine.tiers import Machine, Tier
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.dispatch import without_subclass_functions
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 _PROBE_BYTES = 64 << 20
 _LOOK_SECONDS = 0.2
+# An optimizer's state per byte of its parameters: of those in 16 bits two moments may be in float32.
+_MOST_STATE = 4
 _closing = threading.Lock()
 _needed: list[tuple[ActivationOffload, Callable[[], None]]] = []
 """Engines that nobody saves to any more, and what closes them: a graph that they were used in still waits for its
@@ -137,6 +140,7 @@ class Parked:
 
     Args:
         host_limit_bytes: of modules on CUDA, the most host memory to use, here and in plans.
+        no_disk: of modules on CUDA, whether plans may write to no disk; nothing is written here either.
 
     Attributes:
         min_bytes: from which size on saved tensors leave: none do where host memory cannot be had for a probe of the
@@ -155,11 +159,14 @@ class Parked:
         window_bytes: int,
         min_bytes: int,
         host_limit_bytes: int | None = None,
+        no_disk: bool = False,
     ) -> None:
         self.window_bytes = window_bytes
         device, self.machine = _cuda_device(roots), Machine()
         if device is not None:
             self.machine = machine_above_host(device, limit_bytes=host_limit_bytes)
+            if not no_disk:
+                self.machine = with_disk_below(self.machine, roots, disk, capacity_bytes)
             min_bytes = min_bytes if self.machine.tiers else sys.maxsize
         self.min_bytes = min_bytes
         # All are copied: how long a tensor stays until it is written would show in the peak, which a replay is compared
@@ -206,6 +213,40 @@ def machine_above_host(device: torch.device, *, limit_bytes: int | None = None) 
     except (StoreError, torch.OutOfMemoryError) as error:
         _log.warning("plans leave out host memory: %s", error)
         return Machine()
+
+
+def with_disk_below(
+    machine: Machine, roots: Sequence[nn.Module], disk: str | None, capacity_bytes: int | None
+) -> Machine:
+    """Returns a machine with the disk below its host memory, where that may be too small for an optimizer's state.
+
+    A disk that cannot be used is left out, which is logged.
+
+    Args:
+        roots: the modules that are trained.
+        disk: directory; None for the default one.
+        capacity_bytes: the most to take there; None for what is free.
+    """
+    state_bytes = _MOST_STATE * sum(p.nbytes for root in roots for p in root.parameters() if p.requires_grad)
+    if not machine.tiers or machine.tiers[0].free_bytes >= state_bytes:
+        return machine
+    try:
+        below = probed_disk(disk if disk is not None else default_directory(), capacity_bytes)
+    except StoreError as error:
+        _log.warning("plans leave out the disk: %s", error)
+        return machine
+    return msgspec.structs.replace(machine, tiers=(*machine.tiers, below))
+
+
+def probed_disk(directory: str, capacity_bytes: int | None) -> Tier:
+    """Measures a disk, of which so much may be taken; None for what is free.
+
+    Raises:
+        StoreError: it cannot be used.
+    """
+    tier = probe_disk(directory, _PROBE_BYTES)
+    free_bytes = tier.free_bytes if capacity_bytes is None else min(tier.free_bytes, capacity_bytes)
+    return msgspec.structs.replace(tier, free_bytes=free_bytes)
 
 
 def _cuda_device(roots: Sequence[nn.Module]) -> torch.device | None:

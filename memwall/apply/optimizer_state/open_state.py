@@ -17,6 +17,7 @@ from memwall.apply.optimizer_state.kept_space import KeptSpace, kept_space, open
 from memwall.apply.optimizer_state.partial_step import inner_step_of
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.shares import StateSpace
+from memwall.apply.optimizer_state.staged import StagedSpace
 from memwall.errors import ApplyError, StoreError
 from memwall.store.buckets import DiskSpace
 from memwall.units import format_bytes
@@ -30,17 +31,19 @@ def open_optimizer_state(
     tier: Literal["disk", "host"] = "disk",
     disk: str | None,
     capacity_bytes: int | None,
+    host_limit_bytes: int = 0,
     resident_bytes: int,
     bucket_bytes: int,
     min_bytes: int,
     is_recorded: bool = False,
     around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
 ) -> tuple[OptimizerState, Callable[[], None]]:
-    """Puts an optimizer's state on the tier below its parameters.
+    """Puts an optimizer's state on a tier below its parameters.
 
     Args:
-        tier: the disk for CPU parameters, pinned host memory for those on CUDA.
-        capacity_bytes: the most to take there; None for no limit of a disk.
+        tier: the disk, which state of CUDA parameters reaches through pinned host memory, or that memory.
+        capacity_bytes: the most to take of the disk; None for no limit.
+        host_limit_bytes: the most host memory to take, for parameters on CUDA.
 
     Raises:
         ApplyError: the optimizer cannot be stepped in parts; or it is to be in host memory, and its parameters are on a
@@ -52,9 +55,16 @@ def open_optimizer_state(
         if tier == "host":
             device = _device_above_host(optimizer)
             inner_step_of(optimizer, kept=PinnedSpace.kept, device=device)
-            pinned = PinnedSpace(device, limit_bytes=capacity_bytes or 0)
+            pinned = PinnedSpace(device, limit_bytes=host_limit_bytes)
             closing.callback(pinned.close)
             space: StateSpace = pinned
+        elif _device_of(optimizer).type == "cuda":
+            device = _device_above_host(optimizer)
+            inner_step_of(optimizer, device=device)
+            pool = closing.enter_context(open_scratch_pool(disk, capacity_bytes))
+            staged = StagedSpace(pool, device, limit_bytes=host_limit_bytes)
+            closing.callback(staged.close)
+            space = staged
         else:
             inner_step_of(optimizer)
             # Of a run that is committed, state lies where a commit need only name it.
@@ -141,8 +151,8 @@ def _device_above_host(optimizer: torch.optim.Optimizer) -> torch.device:
         )
     if kept_space() is not None:
         raise ApplyError(
-            "each step of this run is committed to disk, and the plan keeps the optimizer's state in host memory, from "
-            "where a commit does not take it; run without the checkpoint, or plan without moving optimizer state"
+            "each step of this run is committed to disk, and the plan keeps the optimizer's state below the device, "
+            "from where a commit does not take it; run without the checkpoint, or plan without moving optimizer state"
         )
     return device
 

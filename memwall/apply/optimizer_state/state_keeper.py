@@ -124,7 +124,7 @@ class StateKeeper:
         """Puts the state where a plan has it, from wherever it is.
 
         Args:
-            host_limit_bytes: the most host memory to take, for a plan that has it there.
+            host_limit_bytes: the most host memory to take, for parameters on CUDA.
 
         Raises:
             ApplyError: the optimizer cannot be stepped in parts, or its parameters are not on the plan's device.
@@ -142,7 +142,8 @@ class StateKeeper:
                 optimizer,
                 tier=action.tier,
                 disk=self._disk,
-                capacity_bytes=self._capacity_bytes if action.tier == "disk" else host_limit_bytes,
+                capacity_bytes=self._capacity_bytes,
+                host_limit_bytes=host_limit_bytes,
                 resident_bytes=action.resident_bytes,
                 bucket_bytes=action.bucket_bytes,
                 min_bytes=action.min_bytes,

@@ -31,4 +31,6 @@ class OptimizerStateHandler(StateHandler[OptimizerPlacement]):
         )
 
     def held_bytes(self, tier: TierName) -> int:
-        return (self.action.saved_bytes or 0) if self.action.tier == tier else 0
+        if self.action.tier == tier:
+            return self.action.saved_bytes or 0
+        return self.action.staging_bytes if tier == "host" else 0

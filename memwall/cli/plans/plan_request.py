@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from memwall.cli.plans.plan_source import Source, device_trace, is_spec, trace_here, with_measured
+from memwall.cli.plans.plan_source import Source, device_trace, is_spec, trace_here, with_disk_below_host, with_measured
 from memwall.errors import UsageError
 from memwall.integrations.hugging_face.hf_config import config_path
 
@@ -84,9 +84,15 @@ class PlanRequest(Struct, frozen=True, kw_only=True):
             return
         if not is_spec(self.source) and self.model.given:
             raise UsageError(f"{self.model.given}: {self.source} is a trace, in which that is recorded; leave it out")
-        if self.disk is not None:
+        if self.disk is not None and self.ranks is not None:
             raise UsageError(
-                f"--disk {self.disk.directory}: with --device NAME tensors move to host memory only; use --host SIZE"
+                f"--disk {self.disk.directory}: of several ranks nothing is planned to be on disk; leave out "
+                "--ranks, or --disk"
+            )
+        if self.disk is not None and not self.host_bytes:
+            raise UsageError(
+                f"--disk {self.disk.directory}: with --device NAME the optimizer's state reaches a disk through host "
+                "memory; give --host SIZE as well"
             )
         if self.model.route == "phantom":
             _check_for_phantom(self.allowed)
@@ -111,6 +117,8 @@ class PlanRequest(Struct, frozen=True, kw_only=True):
             )
         if self.host_bytes:
             found = with_measured(found, self.allowed)
+        if self.hardware is not None and self.disk is not None:
+            found = with_disk_below_host(found, self.disk)
         _check_recordable(self.source, self.allowed, None if self.ranks is not None else found.recordings)
         self._check_device(found.trace)
         if self.ranks is not None:

@@ -173,6 +173,23 @@ def with_measured(source: Source, allow: "Sequence[str]") -> Source:
     )
 
 
+def with_disk_below_host(source: Source, disk: "DiskChoice") -> Source:
+    """Returns the source with a disk below its device's host memory, as fast as this one is here, in every trace."""
+    from msgspec.structs import replace
+
+    from memwall.apply.offload.parking import probed_disk
+
+    tier = probed_disk(str(disk.directory), disk.limit_bytes)
+
+    def below(found: "Trace") -> "Trace":
+        return replace(found, machine=replace(found.machine, tiers=(*found.machine.tiers, tier)))
+
+    recordings = source.recordings
+    return source._replace(
+        trace=below(source.trace), recordings=None if recordings is None else recordings.changed(below)
+    )
+
+
 def with_disk(trace: "Trace", tier: "DiskChoice | None") -> "Trace":
     """Returns the trace with the speeds of another disk than the one it was recorded with, measured now."""
     if tier is None or trace.device != "cpu" or trace.machine.disk == str(tier.directory):

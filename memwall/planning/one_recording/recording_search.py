@@ -219,7 +219,8 @@ class RecordingSearch:
     def _leanest_locations(self) -> tuple[Location, ...]:
         last = [part.plus(self._offers.leanest) for part in self._offers.last_resorts[-1:]]
         lossy = [location for _, location in self._offers.lossy]
-        return (next(iter(self._offers.ordinary), IN_MEMORY), *lossy, *last)
+        lowest = [location for location in self._offers.ordinary if location.lowest_bytes][:1]
+        return (next(iter(self._offers.ordinary), IN_MEMORY), *lowest, *lossy, *last)
 
     def infeasible(self) -> InfeasibleError:
         """Says by how much, and what would help."""

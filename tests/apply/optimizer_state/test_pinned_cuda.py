@@ -1,6 +1,8 @@
-"""Optimizer state in pinned host memory on a CUDA device: the bits of a plain run, and less of the device's memory."""
+"""State of a CUDA device in pinned host memory, or on disk: the bits of a plain run, less of the device's memory."""
 
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,21 +12,27 @@ from plans import a_plan
 from torch import Tensor, nn
 
 import memwall
+from memwall.apply.optimizer_state.open_state import open_optimizer_state
+from memwall.errors import StoreError
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.predict.state_on_disk import staging_bytes
 from memwall.trace.modules import fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 MIB = 1 << 20
-PLACEMENT = OptimizerPlacement(tier="host", resident_bytes=0, bucket_bytes=4 * MIB, min_bytes=16 << 10)
+SIZES = (*[2 * 4 * 256 * 256] * 8, 2 * 4 * 256 * 2048)
+"""State of the matrices of a model whose last one has more than a bucket."""
+HOST = OptimizerPlacement(tier="host", resident_bytes=0, bucket_bytes=4 * MIB, min_bytes=16 << 10)
+DISK = OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=4 * MIB, min_bytes=16 << 10)
 
 
-def trained(make: Make, *actions: OptimizerPlacement) -> tuple[list[Tensor], Any, int]:
+def trained(make: Make, disk: Path, *actions: OptimizerPlacement, num_plans: int = 1) -> tuple[list[Tensor], Any, int]:
     """Parameters and state on the CPU, and the bytes that stand on the device after four steps."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12))).cuda()
     optimizer = make(in_groups(model))
     plan = a_plan(*actions, device="cuda", model_fingerprint=fingerprint([model]))
-    with memwall.fit(model, optimizer, plan=plan):
+    with memwall.fit(model, optimizer, plan=plan, disk=str(disk)):
         for _ in range(4):
             model(torch.ones(4, 512, device="cuda")).square().mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -38,6 +46,7 @@ def trained(make: Make, *actions: OptimizerPlacement) -> tuple[list[Tensor], Any
     return [parameter.detach().cpu() for parameter in model.parameters()], state, standing_bytes
 
 
+@pytest.mark.parametrize("placement", [HOST, DISK], ids=["host", "disk"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -49,8 +58,63 @@ def trained(make: Make, *actions: OptimizerPlacement) -> tuple[list[Tensor], Any
     ],
     ids=["for-loop", "foreach", "fused", "capturable", "sgd"],
 )
-def test_training_is_bitwise_equal_and_the_device_holds_less(make: Make) -> None:
-    *plain, plain_bytes = trained(make)
-    *pinned, pinned_bytes = trained(make, PLACEMENT)
-    assert same(plain, pinned)
-    assert plain_bytes - pinned_bytes > 10 * MIB
+def test_training_is_bitwise_equal_and_the_device_holds_less(
+    make: Make, placement: OptimizerPlacement, tmp_path: Path
+) -> None:
+    *plain, plain_bytes = trained(make, tmp_path)
+    *away, away_bytes = trained(make, tmp_path, placement)
+    assert same(plain, away)
+    assert plain_bytes - away_bytes > 10 * MIB
+
+
+def test_a_larger_parameter_passes_alone_and_what_it_passes_through_is_lent_again(tmp_path: Path) -> None:
+    def trained_apart(*, is_on_disk: bool) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)), nn.Linear(256, 2048)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with ExitStack() as closing:
+            if is_on_disk:
+                state, close = open_optimizer_state(
+                    optimizer,
+                    disk=str(tmp_path),
+                    capacity_bytes=None,
+                    host_limit_bytes=staging_bytes(SIZES, MIB),
+                    resident_bytes=0,
+                    bucket_bytes=MIB,
+                    min_bytes=16 << 10,
+                )
+                closing.callback(close)
+            for _ in range(4):
+                model(torch.ones(4, 256, device="cuda")).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if is_on_disk:
+                assert state.away_bytes == sum(SIZES)
+                assert state.bytes_written == 4 * sum(SIZES)
+                assert state.bytes_read == 3 * sum(SIZES)
+            state_dict = optimizer.state_dict()["state"]
+        return [parameter.detach().cpu() for parameter in model.parameters()], state_dict
+
+    plain, plain_state = trained_apart(is_on_disk=False)
+    away, away_state = trained_apart(is_on_disk=True)
+    assert same(plain, away)
+    for number, tensors in plain_state.items():
+        assert same({key: value.cpu() for key, value in tensors.items()}, away_state[number])
+
+
+def test_without_host_memory_to_pass_through_it_is_said_what_is_missing(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(512, 512, device="cuda"))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(StoreError, match=r"pinned"):
+        open_optimizer_state(
+            optimizer,
+            disk=str(tmp_path),
+            capacity_bytes=None,
+            host_limit_bytes=1 << 20,
+            resident_bytes=0,
+            bucket_bytes=MIB,
+            min_bytes=16 << 10,
+        )
+    assert all(value.device == parameter.device for value in optimizer.state[parameter].values() if value.ndim)
