@@ -5,6 +5,8 @@ import os
 import shutil
 import time
 
+import msgspec
+
 from memwall.machine.disk_location import check_directory
 from memwall.machine.limits import num_local_ranks
 from memwall.machine.tiers import Tier
@@ -15,6 +17,26 @@ from memwall.store.workers import Transfer
 
 _PASS_SECONDS = 0.25
 _QUEUE_DEPTH = 4
+_STANDS_SECONDS = 600.0
+"""So long a measurement holds for the sessions that follow: a disk may get slower as others use it."""
+_measured: dict[tuple[int, int], tuple[float, Tier]] = {}
+"""By device and bytes to move, when it was measured, and what was found."""
+
+
+def known_disk(directory: str | os.PathLike[str], num_bytes: int) -> Tier:
+    """Returns what `probe_disk` finds, or has found of the same device minutes ago, with the space that is free now.
+
+    Raises:
+        StoreError: the directory is unsuitable, full, or fails.
+    """
+    key = os.stat(directory).st_dev if os.path.isdir(directory) else -1, num_bytes
+    begin, found = _measured.get(key, (0.0, None))
+    if found is None or time.monotonic() - begin >= _STANDS_SECONDS:
+        begin, found = time.monotonic(), probe_disk(directory, num_bytes)
+        _measured[key] = begin, found
+    else:
+        check_directory(directory, needed_bytes=num_bytes)
+    return msgspec.structs.replace(found, directory=os.fspath(directory), **_space(directory))
 
 
 def probe_disk(
@@ -36,15 +58,18 @@ def probe_disk(
         num_warmed, _ = _timed_pass(pool, slots, views, is_read=False)
         num_written, write_seconds = _timed_pass(pool, slots[:num_warmed], views, is_read=False)
         num_read, read_seconds = _timed_pass(pool, slots[:num_written], views, is_read=True)
-    usage = shutil.disk_usage(directory)
     return Tier(
         name="disk",
         directory=os.fspath(directory),
         write_bytes_per_second=num_written * block_bytes / write_seconds,
         read_bytes_per_second=num_read * block_bytes / read_seconds,
-        free_bytes=usage.free // num_local_ranks(),  # of which each rank plans to use all
-        total_bytes=usage.total,
+        **_space(directory),
     )
+
+
+def _space(directory: str | os.PathLike[str]) -> dict[str, int]:
+    usage = shutil.disk_usage(directory)
+    return {"free_bytes": usage.free // num_local_ranks(), "total_bytes": usage.total}  # each rank plans to use all
 
 
 def _random_buffers(block_bytes: int) -> list[memoryview]:

@@ -11,8 +11,10 @@ import pytest
 
 from memwall import mounts
 from memwall.errors import OffloadIOError, StoreError
+from memwall.machine import disk_probe
 from memwall.machine.disk_location import check_directory, default_directory, filesystem_of
-from memwall.machine.disk_probe import probe_disk
+from memwall.machine.disk_probe import known_disk, probe_disk
+from memwall.machine.tiers import Tier
 
 
 def refusal(path: Path | str, needed_bytes: int = 0) -> str:
@@ -155,3 +157,29 @@ def test_a_probe_measures_both_ways_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_probe_checks_the_directory_first(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="does not exist"):
         probe_disk(tmp_path / "none")
+
+
+def test_a_disk_is_measured_once_in_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN folders on one device WHEN sessions ask for its speed THEN it stands, and what is free is as it is now."""
+    now, probed = [0.0], []
+
+    def probe(directory: Path, num_bytes: int) -> Tier:
+        probed.append(directory)
+        return Tier(name="disk", write_bytes_per_second=1.0, read_bytes_per_second=len(probed), free_bytes=1)
+
+    monkeypatch.setattr(disk_probe, "_measured", {})
+    monkeypatch.setattr(disk_probe, "probe_disk", probe)
+    monkeypatch.setattr(disk_probe.time, "monotonic", lambda: now[0])
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    tiers = [known_disk(folder, 1 << 20) for folder in folders]
+    assert [tier.read_bytes_per_second for tier in tiers] == [1, 1]
+    assert [tier.directory for tier in tiers] == list(map(str, folders))
+    assert all(tier.free_bytes > 1 for tier in tiers)
+    folders[1].rmdir()
+    with pytest.raises(StoreError, match="does not exist"):
+        check_directory(folders[1])
+    now[0] = 601.0
+    assert known_disk(folders[0], 1 << 20).read_bytes_per_second == 2
+    assert probed == [folders[0], folders[0]]

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import msgspec
 import torch
@@ -14,7 +15,7 @@ from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.packed import pack_seconds_per_element
 from memwall.errors import StoreError
 from memwall.machine.disk_location import check_directory, default_directory
-from memwall.machine.disk_probe import probe_disk
+from memwall.machine.disk_probe import known_disk
 from memwall.machine.limits import pinnable_bytes
 from memwall.machine.link_speed import probe_link
 from memwall.machine.memory_speed import copy_seconds_per_byte, fault_seconds_per_byte
@@ -244,7 +245,7 @@ def probed_disk(directory: str, capacity_bytes: int | None) -> Tier:
     Raises:
         StoreError: it cannot be used.
     """
-    tier = probe_disk(directory, _PROBE_BYTES)
+    tier = known_disk(directory, _PROBE_BYTES)
     free_bytes = tier.free_bytes if capacity_bytes is None else min(tier.free_bytes, capacity_bytes)
     return msgspec.structs.replace(tier, free_bytes=free_bytes)
 
@@ -255,10 +256,15 @@ def _cuda_device(roots: Sequence[nn.Module]) -> torch.device | None:
 
 
 def measured_machine(disk: str) -> Machine:
-    """Measures this machine in about half a second: disk as the store uses it, faults, copies, packing."""
+    """Measures this machine in about half a second, once: disk as the store uses it, faults, copies, packing."""
+    tiers = (known_disk(disk, _PROBE_BYTES),) if disk else ()
+    return msgspec.structs.replace(_measured_memory(), tiers=tiers)
+
+
+@cache
+def _measured_memory() -> Machine:
     faults = fault_seconds_per_byte()
     return Machine(
-        tiers=(probe_disk(disk, _PROBE_BYTES),) if disk else (),
         copy_seconds_per_byte=copy_seconds_per_byte() + faults,
         fault_seconds_per_byte=faults,
         huge_fault_seconds_per_byte=fault_seconds_per_byte(in_huge_pages=True),
