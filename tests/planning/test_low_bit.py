@@ -5,16 +5,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from located import low_bits
+from located import inputs, low_bits
 from plans import on_machine
 
 from memwall.errors import InfeasibleError
+from memwall.machine.hardware import hardware_named
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan, plan
 from memwall.planning.settings import Settings
 from memwall.planning.step_under_plan import step_under_plan
 from memwall.planning.techniques import low_bit_state
 from memwall.planning.techniques.low_bit_state import LIBRARY_BYTES, TECHNIQUE, LowBitState
+from memwall.predict.cuda.translate import translated
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.low_bit_moments import low_bit_bytes, low_bit_elements
 from memwall.trace.records import Trace
@@ -108,10 +110,23 @@ def test_what_it_frees_and_costs(diskless: Trace) -> None:
         assert action.cost_seconds == pytest.approx(sum(elements) * 40e-9 / num_threads)
 
 
+def test_on_a_cuda_device_their_seconds_are_passes_at_the_cards_bandwidth(a_trace: Callable[[str], Trace]) -> None:
+    """GIVEN a step for a card WHEN its link is slow THEN moments are in 8 bits there; no library counts."""
+    slow = msgspec.structs.replace(hardware_named("a100-80gb"), host_link_bytes_per_second=1e8)
+    trace = translated(a_trace("gpt"), slow)
+    assert TECHNIQUE.why_not(trace, ALLOWED) is None
+    step = steady_step(trace)
+    action, elements = low_bits(trace, step), low_bit_elements(step)
+    assert action.saved_bytes == sum(4 * number - low_bit_bytes(number) for number in elements)
+    assert action.cost_seconds == pytest.approx(sum(elements) * 117 / slow.memory_bytes_per_second, rel=0.05)
+    (location,) = TECHNIQUE.locations(inputs(trace, allow=ALLOWED), ())
+    assert location.grown_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"device": "cuda"}, "in CPU memory only; the step is for 'cuda'"),
+        ({"device": "mps"}, "in CPU and CUDA memory only; the step is for 'mps'"),
         ({"optimizer": "SGD"}, "only moments of Adam and AdamW are kept in 8 bits; SGD steps"),
         ({"optimizer": "Muon + AdamW"}, "Muon + AdamW steps"),
     ],

@@ -17,7 +17,12 @@ from memwall.apply.optimizer_state.low_bit_form import load_torchao, opened
 from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import ApplyError, MemwallError
-from memwall.predict.low_bit_moments import BLOCK_ELEMENTS, SLICE_ELEMENTS, can_be_low_bit
+from memwall.predict.low_bit_moments import (
+    BLOCK_ELEMENTS,
+    DEVICE_SLICE_ELEMENTS,
+    SLICE_ELEMENTS,
+    can_be_low_bit,
+)
 from memwall.store.buckets import DiskBucket
 from memwall.trace.optimizers import has_moments
 
@@ -31,7 +36,7 @@ class LowBitMoments:
     """Holds the moments of one optimizer, some of them in 8 bits.
 
     Args:
-        optimizer: torch's Adam or AdamW, on CPU parameters.
+        optimizer: torch's Adam or AdamW; all its parameters are on a CPU, or on one CUDA device.
 
     Raises:
         ApplyError: another optimizer, or torchao is missing.
@@ -45,7 +50,8 @@ class LowBitMoments:
                 f"{kind.__module__}.{kind.__qualname__} steps this model; make a plan without --allow low-bit-optimizer"
             )
         self.optimizer = optimizer
-        self.inner_step = inner_step_of(optimizer, kept="in 8 bits")
+        device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+        self.inner_step = inner_step_of(optimizer, kept="in 8 bits", device=device)
         self._form = load_torchao()
 
     @property
@@ -90,7 +96,7 @@ class LowBitMoments:
         torch.amax(blocks.abs(), -1, out=scales).clip_(1e-12)
         scaled = (blocks / scales.view(-1, 1)).view(-1)
         below = torch.bucketize(scaled, table, out_int32=True, right=True).sub_(1).clamp_(min=0)
-        halves = torch.cat([(table[1:] - table[:-1]) * 0.5, table.new_tensor([torch.inf])])
+        halves = torch.nn.functional.pad((table[1:] - table[:-1]) * 0.5, (0, 1), value=torch.inf)
         rest = scaled.sub_(table[below])
         codes.copy_(below.add_(rest >= halves[below]))
 
@@ -185,6 +191,7 @@ class LowBitOptimizerState:
         before = dict(state)
         gradient = parameter.grad
         assert gradient is not None
+        scales = getattr(self.optimizer, "found_inf", None) is not None  # a scaler's, and only while it has it step
         for begin, end in _slices(parameter):
             piece = parameter.detach().view(-1)[begin:end]
             piece.grad = gradient.reshape(-1)[begin:end]
@@ -194,7 +201,7 @@ class LowBitOptimizerState:
                 step_some(self.optimizer, moments.inner_step, [(number, [piece])], arguments)
             finally:
                 stepped = every.pop(piece, {})
-            if before and torch.equal(stepped["step"], before["step"]):
+            if before and scales and torch.equal(stepped["step"], before["step"]):
                 return  # a scaler left the step out inside the fused kernel: nothing is rounded again
             for key, value in stepped.items():
                 if key not in _MOMENTS:
@@ -213,5 +220,5 @@ def _part(moment: Any, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _slices(tensor: Tensor) -> list[tuple[int, int]]:
     """Begins and end of each, in elements."""
-    size = tensor.numel()
-    return [(begin, min(begin + SLICE_ELEMENTS, size)) for begin in range(0, size, SLICE_ELEMENTS)]
+    size, most = tensor.numel(), SLICE_ELEMENTS if tensor.device.type == "cpu" else DEVICE_SLICE_ELEMENTS
+    return [(begin, min(begin + most, size)) for begin in range(0, size, most)]

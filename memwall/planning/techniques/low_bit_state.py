@@ -9,7 +9,7 @@ from memwall.planning.action import Action, Exactness
 from memwall.planning.location import Location
 from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.technique import Technique
-from memwall.predict.low_bit_moments import low_bit_bytes, low_bit_elements, with_low_bit_state
+from memwall.predict.low_bit_moments import device_seconds, low_bit_bytes, low_bit_elements, with_low_bit_state
 from memwall.trace.optimizers import WITH_MOMENTS
 from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
@@ -42,8 +42,8 @@ class _LowBitState(Technique[LowBitState]):
     def why_not(self, trace: Trace, allow: tuple[str, ...]) -> str | None:
         if self.allow not in allow:
             return "optimizer state in 8 bits changes numerics; allow it with --allow low-bit-optimizer"
-        if trace.device != "cpu":
-            return f"optimizer state is kept in 8 bits in CPU memory only; the step is for '{trace.device}'"
+        if trace.device not in ("cpu", "cuda"):
+            return f"optimizer state is kept in 8 bits in CPU and CUDA memory only; the step is for '{trace.device}'"
         if trace.optimizer not in WITH_MOMENTS:
             return (
                 f"only moments of {' and '.join(WITH_MOMENTS)} are kept in 8 bits; {trace.optimizer or 'nothing'} steps"
@@ -68,9 +68,11 @@ class _LowBitState(Technique[LowBitState]):
         elements = low_bit_elements(inputs.steady)
         action = LowBitState(
             saved_bytes=sum(4 * number - low_bit_bytes(number) for number in elements),
-            cost_seconds=sum(elements) * _SECONDS_PER_ELEMENT / max(1, inputs.trace.num_threads),
+            cost_seconds=_seconds(inputs.trace, inputs.steady),
         )
-        grown_bytes = 0 if inputs.settings.is_torchao_loaded else LIBRARY_BYTES
+        # A device's budget has no libraries in it.
+        is_free = inputs.settings.is_torchao_loaded or inputs.trace.device != "cpu"
+        grown_bytes = 0 if is_free else LIBRARY_BYTES
         return (Location(actions=(action,), grown_bytes=grown_bytes),)
 
     def step(self, trace: Trace, step: Step, action: LowBitState) -> Step:
@@ -101,3 +103,10 @@ class _LowBitState(Technique[LowBitState]):
 
 
 TECHNIQUE = _LowBitState()
+
+
+def _seconds(trace: Trace, steady: Step) -> float:
+    """Returns how much longer a step takes that opens and closes moments."""
+    if trace.device == "cpu":
+        return sum(low_bit_elements(steady)) * _SECONDS_PER_ELEMENT / max(1, trace.num_threads)
+    return device_seconds(steady)
