@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from memwall.apply.blocks.held_values import is_generator
 from memwall.checkpoint.discovery import HELPERS
-from memwall.checkpoint.reachable import is_generator, reachable
+from memwall.checkpoint.reachable import reachable
 from memwall.checkpoint.training_state import Part, decode_objects, encode_objects, is_plain
 from memwall.errors import ApplyError
 from memwall.torch_internals.autograd import version_of

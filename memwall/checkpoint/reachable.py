@@ -6,14 +6,12 @@ variable's name tells: those of the functions that are being called, from the sc
 
 import inspect
 import itertools
-import random
 import sys
 import types
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
@@ -48,13 +46,6 @@ def reachable() -> Iterator[tuple[str, Any]]:
         yield name, value
         if depth < _MAX_DEPTH:
             waiting += ((f"{name}{key}", part, depth + 1) for key, part in _parts(value))
-
-
-def is_generator(value: Any) -> bool:
-    """Returns whether a value is a generator of random numbers: torch's, Python's or numpy's."""
-    if isinstance(value, (torch.Generator, random.Random)):
-        return True
-    return type(value).__name__ in ("Generator", "RandomState") and type(value).__module__.startswith("numpy.random")
 
 
 def _scopes() -> list[tuple[str, dict[str, Any]]]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from memwall.apply.applied import AppliedPlan
 from memwall.apply.blocks.digests import pieces
+from memwall.apply.blocks.held_values import is_generator
 from memwall.apply.memory.exhaustion import is_exhaustion
 from memwall.apply.microbatch import MicroBatches, count_terms, num_samples, take
 from memwall.apply.optimizer_state.gradient_hooks import has_foreign_hook
@@ -27,7 +28,7 @@ from memwall.apply.precision import leaves
 from memwall.apply.streaming.guard import GuardedParameter
 from memwall.apply.streaming.stream_units import hooked_parameters
 from memwall.checkpoint.companions import generator_state, set_generator_state
-from memwall.checkpoint.reachable import is_generator, reachable
+from memwall.checkpoint.reachable import reachable
 from memwall.checkpoint.redivision import are_equal
 from memwall.checkpoint.training_state import random_states, restore_random_states
 from memwall.errors import MemwallError, NotExactError

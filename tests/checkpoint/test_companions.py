@@ -173,6 +173,15 @@ def test_what_goes_with_the_model_goes_on_with_the_run(name: str, tmp_path: Path
     assert_same(interrupted_and_resumed(script, tmp_path), plain)
 
 
+def test_a_source_of_noise_without_a_state_ends_no_run(tmp_path: Path) -> None:
+    """GIVEN a script that draws from the system's noise THEN its run is committed and goes on, as without it."""
+
+    def script(**options: Any) -> Kept:
+        return Kept(lambda script: random.SystemRandom(), **options)
+
+    assert_same(interrupted_and_resumed(script, tmp_path), run(script))
+
+
 def test_a_run_that_lacks_something_of_it_is_refused(tmp_path: Path) -> None:
     run(lambda: Kept(lambda script: torch.Generator(), stop_in=3), StepCheckpoint(tmp_path))
     error = failure_of(lambda: Kept(lambda script: None), StepCheckpoint(tmp_path, is_resuming=True))

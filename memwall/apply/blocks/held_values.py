@@ -42,10 +42,10 @@ class HeldTensor:
 
 
 def is_generator(value: Any) -> bool:
-    """Returns whether a value is a generator of random numbers."""
-    kind = type(value)
-    is_numpy_s = kind.__name__ in ("Generator", "RandomState") and kind.__module__.startswith("numpy.random")
-    return kind in _GENERATORS or is_numpy_s
+    """Returns whether a value is a generator of random numbers with a state: torch's, Python's or numpy's."""
+    if isinstance(value, _GENERATORS):
+        return not isinstance(value, random.SystemRandom)  # which the system's noise comes from
+    return type(value).__name__ in ("Generator", "RandomState") and type(value).__module__.startswith("numpy.random")
 
 
 def refill(live: Any, copied: Any) -> None:
