@@ -22,11 +22,13 @@ __all__ = ["Program", "printed_by", "warm_python"]
 
 _ROOT = Path(__file__).parents[1]
 
-# What a script imports that trains under memwall. torch itself imports its compiler for the first optimizer.
+# What a script imports that trains under memwall. torch itself imports its compiler for the first optimizer. How fast
+# memory and the disk of temporary files are is known for as long as such a figure stands.
 _SERVER = """
 import gc, json, os, runpy, socket, sys, types
 connection = socket.socket(fileno=int(sys.argv[1]))
 import torch, torch._dynamo, memwall.cli.app, memwall.integrations.launcher, memwall.session.fit
+memwall.integrations.launcher.measured_machine(memwall.machine.disk_location.default_directory())
 gc.collect()
 gc.freeze()  # otherwise the last collection of each program copies all of this process, which takes a second
 while True:

@@ -1,9 +1,7 @@
 """Techniques are found by whichever thread asks first, and by all of them alike."""
 
-import subprocess
-import sys
-
 import pytest
+from warm_python import warm_python
 
 # The registry of a process is filled once, so each try has one of its own.
 ASKED_AT_ONCE = """
@@ -28,5 +26,5 @@ assert len(techniques()) > 5
 @pytest.mark.slow
 def test_threads_that_ask_at_once_find_the_same_techniques() -> None:
     for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", ASKED_AT_ONCE], capture_output=True, text=True, timeout=60)
+        ended = warm_python().run("-c", ASKED_AT_ONCE, timeout_s=60)
         assert ended.returncode == 0, ended.stderr

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failing_models import Block, Bomb
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
@@ -24,30 +25,6 @@ from memwall.session.session import Session
 pytestmark = pytest.mark.slow
 
 SAMPLES, NUM_STEPS = 512, 4
-
-
-class Bomb:
-    """Fails so often in forward; with slots, as it is no state of the model, which is put back."""
-
-    __slots__ = ("asked", "num_left")
-
-    def __init__(self) -> None:
-        self.num_left, self.asked = 0, "4.00 MiB"
-
-    def passes(self) -> None:
-        if self.num_left:
-            self.num_left -= 1
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {self.asked}. GPU 0 has no more")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 64))
-        self.norm = nn.BatchNorm1d(64)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return values + self.norm(self.inner(values))
 
 
 class Model(nn.Module):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from failing_models import Block, Bomb
 from plans import plan_of
 from torch import Tensor, nn
 from warm_python import warm_python
@@ -25,40 +26,6 @@ pytestmark = pytest.mark.slow
 MIB = 1 << 20
 NUM_STEPS = 3
 SAMPLES = 512
-
-
-class Bomb:
-    """Fails once for each time it is armed, as torch does when a device is full.
-
-    It is no state of the model that holds it, which would be put back: nothing is found in an object with slots.
-    """
-
-    __slots__ = ("asked", "num_left", "place")
-
-    def __init__(self) -> None:
-        self.place = ""
-        self.num_left = 0
-        self.asked = "4.00 MiB"
-
-    def arm(self, place: str, *, times: int = 1) -> None:
-        self.place, self.num_left = place, times
-
-    def passes(self, place: str) -> None:
-        if place == self.place and self.num_left:
-            self.num_left -= 1
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {self.asked}. GPU 0 has no more")
-
-
-class Block(nn.Module):
-    """Random numbers, statistics that a forward changes, and more activations than weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 64))
-        self.norm = nn.BatchNorm1d(64)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return values + self.norm(self.inner(values))
 
 
 class Model(nn.Module):
