@@ -1,5 +1,6 @@
 """A plan for a device whose host has no room for the optimizer's state has it on disk, and a run holds what it says."""
 
+import gc
 import hashlib
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.predict.cuda.translate import recording_for, translated
+from memwall.session.session import Session
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 
@@ -122,3 +124,45 @@ def test_the_disk_hides_the_link_and_the_optimizers_step() -> None:
     saved_bytes = action.saved_bytes or 0
     disk_seconds = saved_bytes * (1 / DISK.read_bytes_per_second + 1 / DISK.write_bytes_per_second)
     assert action.cost_seconds == pytest.approx(disk_seconds, rel=0.05)
+
+
+def recorded(disk: Path, *, host_bytes: int, no_disk: bool = False) -> Session:
+    """A session whose budget has room for everything."""
+    model = made().cuda()
+    optimizer = stepping(model.parameters())
+    told = {"disk": str(disk), "no_disk": no_disk, "host_capacity_bytes": host_bytes}
+    with Session(budget_bytes=8 << 30, plan=None, allow=(), **told) as session:
+        session.attach(model, [optimizer])
+        for _ in range(2):
+            model(torch.randn(8, WIDTH, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.trace is not None
+    return session
+
+
+@pytest.mark.phantom(numbers=False)
+def test_a_session_measures_the_disk_where_its_host_may_lack_room_and_its_trace_is_planned_with_it(
+    tmp_path: Path,
+) -> None:
+    def tiers(host_bytes: int, *, no_disk: bool = False) -> list[str]:
+        session = recorded(tmp_path, host_bytes=host_bytes, no_disk=no_disk)
+        assert session.trace is not None
+        return [tier.name for tier in session.trace.machine.tiers]
+
+    assert tiers(1 << 30) == ["host"]
+    assert tiers(HOST_BYTES, no_disk=True) == ["host"]
+    session = recorded(tmp_path, host_bytes=HOST_BYTES)
+    assert session.trace is not None
+    assert session.plan is not None
+    assert [tier.name for tier in session.trace.machine.tiers] == ["host", "disk"]
+    whole_bytes = session.plan.forecast.steady_process_bytes
+    plan = make_plan(session.trace, Settings(budget_bytes=whole_bytes - STATE_BYTES // 4))
+    action = placement_of(plan)
+    assert (action.tier, plan.forecast.peak.disk_bytes) == ("disk", action.saved_bytes)
+    assert plan.forecast.peak.host_bytes == action.staging_bytes
+    del session
+    gc.collect()
+    torch.cuda.empty_cache()
+    _, held_bytes = trained(plan, tmp_path)
+    assert held_bytes == pytest.approx(plan.forecast.phases["steady_step"].allocated_bytes, rel=0.01)
