@@ -131,9 +131,10 @@ class Bucket(ABC, Generic[M]):
     def _write_from(self, buffer: BucketBuffer, num_bytes: int) -> M:
         """Begins to write so many bytes."""
 
-    def _write_each(self, tensors: Sequence[tuple[Tensor, int]], num_bytes: int) -> M:
+    def _write_each(self, tensors: Sequence[tuple[Tensor, int]], num_bytes: int, passing: BucketBuffer | None) -> M:
         """Begins to write tensors that lie anywhere, each to its offset among so many bytes."""
-        source = self.passing_buffer(num_bytes)
+        is_large_enough = passing is not None and passing.num_bytes >= num_bytes
+        source = passing if passing is not None and is_large_enough else self.passing_buffer(num_bytes)
         for tensor, offset in tensors:
             source.tensor(offset, tensor).copy_(tensor)
         return self._write_from(source, num_bytes)
@@ -171,11 +172,17 @@ class Bucket(ABC, Generic[M]):
             if piece.holder.get(piece.key) is piece.away:
                 piece.holder[piece.key] = buffer.tensor(piece.offset, piece.away)
 
-    def put_away(self, entries: Sequence[Entry], buffer: BucketBuffer | None) -> None:
+    def put_away(
+        self, entries: Sequence[Entry], buffer: BucketBuffer | None, passing: BucketBuffer | None = None
+    ) -> None:
         """Begins to write the tensors at `entries`; from now on they are away.
 
         Tensors that lie in `buffer` where they were read are written from there; it must not change until `write` is
         done. Others are written on return.
+
+        Args:
+            passing: what they may be copied to on their way, of `passing_buffer`. Whoever puts several buckets away
+                has one for all: the C library has no use for the memory of one buffer when it makes the next.
 
         Raises:
             StoreError: no room for them, or a transfer failed.
@@ -186,7 +193,7 @@ class Bucket(ABC, Generic[M]):
             if buffer is not None and is_in_place:
                 self.write = self._write_from(buffer, num_bytes)
             else:
-                self.write = self._write_each([(p.holder[p.key], p.offset) for p in pieces], num_bytes)
+                self.write = self._write_each([(p.holder[p.key], p.offset) for p in pieces], num_bytes, passing)
                 self.write.wait()
         else:
             self._free_place()  # what nobody has contents in may be given to others

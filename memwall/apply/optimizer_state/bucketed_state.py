@@ -24,7 +24,7 @@ from memwall.apply.optimizer_state.shares import Shares, StateShare, StateSpace
 from memwall.apply.optimizer_state.state_proof import StateProof
 from memwall.apply.optimizer_state.taken_step import TakenStep
 from memwall.errors import MemwallError
-from memwall.store.buckets import DiskBucket, Entry, padded_bytes
+from memwall.store.buckets import BucketBuffer, DiskBucket, Entry, padded_bytes
 from memwall.torch_internals.dispatch import without_dispatch_modes
 from memwall.units import format_bytes
 
@@ -175,6 +175,7 @@ class OptimizerState:
         self._shares = after
         after.every.extend(leaving)  # until they are back, so that `undo` finds them
         absent = {parameter for share in leaving for parameter in share.parameters}
+        passing = self._passing_buffer()
         for back in (None, *leaving):
             if back is not None:
                 back.bucket.bring_back()
@@ -182,7 +183,7 @@ class OptimizerState:
                 after.every.remove(back)
                 absent.difference_update(back.parameters)
             for whole in [one for one in waiting if absent.isdisjoint(one.parameters)]:
-                whole.bucket.put_away(after.entries(whole), None)
+                whole.bucket.put_away(after.entries(whole), None, passing)
                 waiting.remove(whole)
 
     def keeps_low_bits(self, _: Tensor) -> bool:
@@ -201,10 +202,11 @@ class OptimizerState:
         Raises:
             StoreError: no room on disk, or a transfer failed.
         """
+        passing = self._passing_buffer()
         for share in self._shares.every:
             load(share.parameters)
             if self._recorded is None:
-                share.bucket.put_away(self._shares.entries(share), None)
+                share.bucket.put_away(self._shares.entries(share), None, passing)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -259,9 +261,10 @@ class OptimizerState:
         if self._recorded is not None:
             shares = [(bucket, emptiable(entries)) for bucket, entries in shares]
         present = [(holder, key, holder[key]) for _, entries in shares for holder, key in entries]
+        passing = self._passing_buffer() if present else None
         try:
             for bucket, entries in shares:
-                bucket.put_away(entries, None)
+                bucket.put_away(entries, None, passing)
         except BaseException:
             for holder, key, tensor in present:
                 holder[key] = tensor
@@ -272,6 +275,13 @@ class OptimizerState:
             tensors = iter([tensor for _, _, tensor in present])
             for bucket, entries in shares:
                 self._recorded.empty(bucket, [next(tensors) for _ in entries])
+
+    def _passing_buffer(self) -> BucketBuffer | None:
+        """Returns what the state of any share passes on its way to disk; None where there is no such way."""
+        shares = self._shares.every
+        if not shares or not isinstance(shares[0].bucket, DiskBucket):
+            return None
+        return shares[0].bucket.passing_buffer(max(padded_bytes([share.state_bytes]) for share in shares))
 
     def _saver(self) -> Callable[[Tensor], Tensor]:
         """Copies for a state dict: in the host's memory, since the device's may have no room for all of them.

@@ -173,9 +173,11 @@ class PinnedBucket(Bucket[StreamCopy]):
         return self._space.copy_in(self._slot, buffer.bytes_of(self.num_bytes), after)
 
     def _write_from(self, buffer: BucketBuffer, num_bytes: int) -> StreamCopy:
-        return self._write_each([(buffer.bytes_of(num_bytes), 0)], num_bytes)
+        return self._write_each([(buffer.bytes_of(num_bytes), 0)], num_bytes, None)
 
-    def _write_each(self, tensors: Sequence[tuple[Tensor, int]], num_bytes: int) -> StreamCopy:
+    def _write_each(
+        self, tensors: Sequence[tuple[Tensor, int]], num_bytes: int, passing: BucketBuffer | None
+    ) -> StreamCopy:
         """Begins to write tensors, without a copy on the device, which would take as much as they do once more."""
         self._slot = self._space.successor(self._slot, num_bytes)
         return self._space.copy_out(self._slot, tensors)
