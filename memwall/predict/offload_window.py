@@ -21,6 +21,8 @@ class Passing(NamedTuple):
     """When their block is asked back."""
     demand: Time
     """When backward takes them."""
+    whole_bytes: int = 0
+    """Counts them once they are back, where they leave in fewer; 0: as many."""
 
 
 class Passage(NamedTuple):
@@ -48,6 +50,7 @@ def through_window(passing: Sequence[Passing], window_bytes: int, *, holds_sourc
     )
     until: list[Time | None] = [None] * len(passing)
     back = [one.demand for one in passing]
+    whole = [one.whole_bytes or one.nbytes for one in passing]
     leaving: dict[int, None] = {}
     loaded: dict[int, None] = {}
     waiting: list[int] = []
@@ -57,7 +60,7 @@ def through_window(passing: Sequence[Passing], window_bytes: int, *, holds_sourc
         nonlocal loaded_bytes
         if number not in loaded:
             loaded[number] = None
-            loaded_bytes += passing[number].nbytes
+            loaded_bytes += whole[number]
             back[number] = min(back[number], time)
 
     for time, what, number in events:
@@ -78,11 +81,11 @@ def through_window(passing: Sequence[Passing], window_bytes: int, *, holds_sourc
                 place = waiting.index(number)
                 for older in reversed(waiting[:place]):
                     if older not in loaded:
-                        if loaded_bytes > window_bytes + nbytes - passing[older].nbytes:
+                        if loaded_bytes > window_bytes + whole[number] - whole[older]:
                             break
                         load(older, time)
                 del waiting[place], loaded[number]
-                loaded_bytes -= nbytes
+                loaded_bytes -= whole[number]
                 if number in leaving:
                     del leaving[number]
                     leaving_bytes -= nbytes

@@ -8,6 +8,13 @@ PACKED_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BLOCK_ELEMENTS, _UNIT_BYTES = 128, 4
 _MOST_SCRATCH_BYTES = 512 << 10
 
+_PASSED_BYTES_PER_ELEMENT = 10
+
+
+def device_pack_seconds(bytes_per_second: float) -> float:
+    """Returns what it takes a device to pack and unpack a number: to read 4 bytes and write 1, and the reverse."""
+    return _PASSED_BYTES_PER_ELEMENT / bytes_per_second
+
 
 def units_offset_bytes(num_elements: int) -> int:
     """Returns where units begin, behind the codes: at a boundary that suits any device."""

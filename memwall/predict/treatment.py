@@ -34,9 +34,6 @@ class _Reload(NamedTuple):
     end: Time
 
 
-_PASSING = ("left", "prefetch", "demand")
-
-
 class _Changes:
     """Collects what treatments change of a step's lives."""
 
@@ -61,12 +58,23 @@ class _Changes:
             return
         indices = list(self.reloads)
         passing = [
-            Passing(max(n.moved.nbytes for n in needs), *(min(getattr(n, at) for n in needs) for at in _PASSING))
+            Passing(
+                max(need.moved.link_bytes for need in needs),
+                left=min(need.left for need in needs),
+                prefetch=min(need.prefetch for need in needs),
+                demand=min(need.demand for need in needs),
+                whole_bytes=max(need.moved.nbytes for need in needs),
+            )
             for needs in self.reloads.values()
         ]
         for index, (held_until, back) in zip(indices, through_window(passing, window_bytes), strict=True):
             needs = self.reloads[index]
-            if held_until is None:
+            if needs[0].moved.num_packed:  # what is held is packed, and unpacked when backward asks for it
+                left, asked = min(need.left for need in needs), min(need.demand for need in needs)
+                self.come.append(Life(index, needs[0].moved.link_bytes, left, held_until or asked))
+                back = asked if held_until is None else back
+                self.reloads[index] = [n._replace(prefetch=min(n.demand, max(n.prefetch, back))) for n in needs]
+            elif held_until is None:
                 self.hold(index, max(need.end for need in needs))
                 del self.reloads[index]
             else:
@@ -206,8 +214,10 @@ class StepModel(CallRules):
             asked, until = spans[index]
             need = _Reload(call.start, moved, (packed_at[index], 0), at, (asked, 0), (until, 0))
             changes.reloads.setdefault(index, []).append(need)
-            changes.come.extend(self._packing(index, moved, packed_at[index]))
-            changes.come.extend(self._packing(index, moved, asked))
+            # A device's packed bytes are in its window, and its kernels take no more.
+            if not treatment.window_bytes:
+                changes.come.extend(self._packing(index, moved, packed_at[index]))
+                changes.come.extend(self._packing(index, moved, asked))
 
     def _packing(self, index: int, moved: Moved, op: int) -> list[Life]:
         """Returns the packed bytes beside what they are made of, or become, just before operation `op`.

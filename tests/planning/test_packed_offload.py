@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zoo import Case
 
 from memwall.errors import InfeasibleError
+from memwall.machine.hardware import hardware_named
 from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
 from memwall.planning.menu import Costs
@@ -19,6 +20,7 @@ from memwall.planning.search import plan
 from memwall.planning.step_under_plan import step_under_plan
 from memwall.planning.techniques.offload import TECHNIQUE, Offload
 from memwall.predict.call_rules import Treatment
+from memwall.predict.cuda.translate import translated
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.packed_bytes import num_packed_bytes
 from memwall.predict.treatment import StepModel
@@ -152,8 +154,16 @@ def test_what_nobody_knows_to_be_numbers_is_not_packed(slow_disk: Trace) -> None
 def test_why_nothing_is_packed(slow_disk: Trace, without_disk: Callable[[Trace], Trace]) -> None:
     assert TECHNIQUE.why_not(slow_disk, ALLOWED) is None
     assert "allow it with --allow low-bit-offload" in (TECHNIQUE.why_not(slow_disk, ("precision", "kernels")) or "")
-    on_gpu = msgspec.structs.replace(slow_disk, device="cuda")
-    assert "on a CPU only, on their way to disk; the step is for 'cuda'" in (TECHNIQUE.why_not(on_gpu, ALLOWED) or "")
     assert "--disk DIR" in (TECHNIQUE.why_not(without_disk(slow_disk), ALLOWED) or "")
     unknown = on_machine(slow_disk, pack_seconds_per_element=0.0)
     assert "what packing costs on its machine is not in the trace" in (TECHNIQUE.why_not(unknown, ALLOWED) or "")
+    on_gpu = msgspec.structs.replace(slow_disk, device="cuda")
+    assert TECHNIQUE.why_not(on_gpu, ALLOWED) is None
+    unknown = on_machine(on_gpu, pack_seconds_per_element=0.0)
+    assert "no data sheet says what packing costs on the card" in (TECHNIQUE.why_not(unknown, ALLOWED) or "")
+
+
+def test_for_a_card_that_is_not_here_packing_is_priced_by_its_bandwidth(slow_disk: Trace) -> None:
+    card = hardware_named("a100-80gb")
+    machine = translated(slow_disk, card, host_bytes=1 << 40).machine
+    assert machine.pack_seconds_per_element == 10 / card.memory_bytes_per_second

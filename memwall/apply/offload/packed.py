@@ -29,11 +29,10 @@ def can_leave_packed(tensor: Tensor, num_range_bytes: int) -> bool:
 
 def check_can_pack(device: torch.device, block: str) -> None:
     """Raises ApplyError where saved tensors of a block on `device` cannot leave packed."""
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         raise ApplyError(
-            f"the plan packs what leaves the block '{block}', which is on {device}: whether all values are finite is "
-            "known there only when the device has come so far, and memwall packs CPU tensors alone; make the plan "
-            "without --allow low-bit-offload"
+            f"the plan packs what leaves the block '{block}', which is on {device}, and memwall packs CPU and CUDA "
+            "tensors alone; make the plan without --allow low-bit-offload"
         )
 
 
@@ -76,7 +75,7 @@ class PackedTier:
     """Hands floating-point numbers to another tier packed.
 
     A block with a value that is not finite would come back as NaN in all of its elements. A range that has one goes as
-    it is.
+    it is, for which the host waits for a device.
 
     Args:
         tier: where the bytes go.

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from memwall.apply.offload.engine import ActivationOffload
 from memwall.apply.offload.packed import pack_seconds_per_element
-from memwall.errors import StoreError
+from memwall.errors import StoreError, UsageError
 from memwall.machine.disk_location import check_directory, default_directory
 from memwall.machine.disk_probe import known_disk
+from memwall.machine.hardware import hardware_of_device
 from memwall.machine.limits import pinnable_bytes
 from memwall.machine.link_speed import probe_link
 from memwall.machine.memory_speed import copy_seconds_per_byte, fault_seconds_per_byte
 from memwall.machine.tiers import Machine, Tier
+from memwall.predict.packed_bytes import device_pack_seconds
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.dispatch import without_subclass_functions
@@ -210,10 +212,15 @@ def machine_above_host(device: torch.device, *, limit_bytes: int | None = None) 
     """
     limit_bytes = pinnable_bytes() if limit_bytes is None else limit_bytes
     try:
-        return Machine(tiers=(probe_link(device, limit_bytes=limit_bytes),))
+        tier = probe_link(device, limit_bytes=limit_bytes)
     except (StoreError, torch.OutOfMemoryError) as error:
         _log.warning("plans leave out host memory: %s", error)
         return Machine()
+    try:
+        card = hardware_of_device(torch.cuda.get_device_name(device))
+    except UsageError:  # nothing leaves packed where it is not known what that takes
+        return Machine(tiers=(tier,))
+    return Machine(tiers=(tier,), pack_seconds_per_element=device_pack_seconds(card.memory_bytes_per_second))
 
 
 def with_disk_below(

@@ -62,10 +62,10 @@ class _Offload(Technique[Offload]):
     def why_not(self, trace: Trace, allow: tuple[str, ...]) -> str | None:
         if self.allow not in allow:
             return "saved tensors that leave in int8 change numerics; allow it with --allow low-bit-offload"
-        if trace.device != "cpu":
-            return f"saved tensors are packed on a CPU only, on their way to disk; the step is for '{trace.device}'"
         reason = can_offload(trace)
         if reason is None and not trace.machine.pack_seconds_per_element:
+            if trace.device != "cpu":
+                return "no data sheet says what packing costs on the card; plan with --device NAME"
             return "what packing costs on its machine is not in the trace; record it again, or give another --disk DIR"
         return reason
 

@@ -17,6 +17,7 @@ from memwall.predict.cuda.cuda_device import cuda_device_of
 from memwall.predict.cuda.recording import CudaRecording
 from memwall.predict.gradient_sums import with_sums_in_place
 from memwall.predict.linear_biases import with_biases_in_place
+from memwall.predict.packed_bytes import device_pack_seconds
 from memwall.predict.roofline import Roofline, with_least_seconds
 from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
@@ -68,7 +69,7 @@ def _machine(hardware: Hardware, host_bytes: int) -> Machine:
         read_bytes_per_second=hardware.host_link_bytes_per_second,
         free_bytes=host_bytes,
     )
-    return Machine(tiers=(host,))
+    return Machine(tiers=(host,), pack_seconds_per_element=device_pack_seconds(hardware.memory_bytes_per_second))
 
 
 def not_modelled(trace: Trace, hardware: Hardware) -> tuple[str, ...]:
