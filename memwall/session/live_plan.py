@@ -15,7 +15,6 @@ from memwall.apply.technique import allowed
 from memwall.errors import InfeasibleError, MemwallError, PlanError
 from memwall.machine.meter import CudaMeter
 from memwall.patches import undo_all
-from memwall.planning.evaluation_under_plan import evaluation_under_actions
 from memwall.planning.modes import has_mode
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
@@ -33,8 +32,6 @@ from memwall.session.ranks.shared_plan import Solve, check_equal, planned_togeth
 from memwall.session.recorded_step import RecordedForms, RecordedStep
 from memwall.session.step_borders import StepBorders
 from memwall.trace.records import Trace
-from memwall.trace.steps import steady_step
-from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -99,11 +96,6 @@ class LivePlan:
         self._borders, self._measured, self._on_plan = borders, measured, on_plan
         self._forms = RecordedForms()
         self._differentiates_backward = False
-        self._evaluated_plan: Plan | None = None
-        self._evaluated_batch = 0
-        """The samples of the largest evaluation for which that plan was found to have room."""
-        self._plan_without_room: Plan | None = None
-        """The one for which no other has room for the evaluations of this run."""
 
     @property
     def failure(self) -> MemwallError | None:
@@ -201,7 +193,7 @@ class LivePlan:
         if self.trace.device == "cpu":
             first = with_loaders(first, self.trace)
             if self._borders.phase == "evaluation":  # what has ended the recording is that one begins
-                first = self._evaluating(first, self.trace)
+                first = with_evaluation(first, self.trace, self._borders.attached_model, self._borders.input_shape)
         self._differentiates_backward = self.recorded.differentiates_backward
         self.stop_recording()
         self._measured.note_peak()  # planning begins another one
@@ -290,36 +282,9 @@ class LivePlan:
             settings = _without_evaluation(settings)
         return Revision(*self._solved(trace, settings, solve), settings.budget_bytes)
 
-    def make_room_for_evaluation(self) -> None:
-        """Changes to a plan that has room for the evaluation that begins, if the present one has none and one has."""
-        trace, plan, first = self.trace, self.plan, self.settings.first_step
-        if trace is None or trace.device != "cpu" or plan is None or first is None or self.ranks is not None:
-            return
-        known = self._evaluating(first, trace)
-        is_judged = plan is self._evaluated_plan and known.evaluation_batch <= self._evaluated_batch
-        if is_judged or plan is self._plan_without_room:
-            return
-        self._evaluated_plan, self._evaluated_batch = plan, known.evaluation_batch
-        foreseen_bytes = evaluation_under_actions(trace, steady_step(trace), plan.actions, known)
-        before, self.settings = self.settings, msgspec.structs.replace(self.settings, first_step=known)
-        if foreseen_bytes + plan.forecast.margin_bytes <= self.settings.budget_bytes:
-            return
-        try:
-            revision = self.revised(charged_bytes=0, for_evaluation=True)
-        except InfeasibleError:  # whoever watches the budget says when it is passed
-            self.settings, self._plan_without_room = before, plan
-            return
-        if revision.plan.actions != plan.actions:
-            _log.warning(
-                "an evaluation of %d samples at once is foreseen to hold %s under the plan; another one makes room "
-                "for it, and nothing needs to be done",
-                known.evaluation_batch,
-                format_bytes(foreseen_bytes, rounding="up"),
-            )
-            self.change_to(revision)
-
-    def _evaluating(self, first: FirstStep, trace: Trace) -> FirstStep:
-        return with_evaluation(first, trace, self._borders.attached_model, self._borders.input_shape)
+    def expect(self, first: FirstStep) -> None:
+        """Plans from now on for a run of which this is known."""
+        self.settings = msgspec.structs.replace(self.settings, first_step=first)
 
     @property
     def present(self) -> Revision:

@@ -13,6 +13,7 @@ from memwall.errors import InfeasibleError, MemwallError, NoEffectError, OutOfMe
 from memwall.session.forward_redo import ForwardRedo
 from memwall.session.live_plan import LivePlan
 from memwall.session.loop.changes import LoopChanges
+from memwall.session.loop.evaluation_room import EvaluationRoom
 from memwall.session.loop.spared_blocks import SparedBlocks
 from memwall.session.loop.turns import FirstTurns
 from memwall.session.measurements import Measurements
@@ -83,6 +84,7 @@ class Steps:
         self._first_turns = FirstTurns()
         self._changes = LoopChanges(self.live, self.borders, self.recovery)
         self._spared = SparedBlocks(self.borders, self.live)
+        self._evaluations = EvaluationRoom(self.live, self.borders)
         self._num_checked = 0
         """Steps whose effects were looked at: once in each, when all that it called has been stepped."""
         self._is_applied_inside = False
@@ -298,7 +300,7 @@ class Steps:
             self.end_step()
             num_changes = self.live.in_effect.num_changes
             with out_of_inference_mode():
-                self.live.make_room_for_evaluation()
+                self._evaluations.make()
             if self.live.in_effect.num_changes != num_changes:
                 self._clock.forget()
                 self._room.restart()
