@@ -366,6 +366,9 @@ class DiskSpace:
         """
         self._pool.scratch.reserve(num_bytes)
 
+    def trim(self) -> None:
+        """Gives up memory that buckets pass through and none is in: of tensors on a CPU none is kept."""
+
     def bucket(self, label: str) -> DiskBucket:
         """Returns a new bucket, which `label` names in an error."""
         return DiskBucket(self._pool, label)

@@ -175,7 +175,6 @@ class OptimizerState:
         self._shares = after
         after.every.extend(leaving)  # until they are back, so that `undo` finds them
         absent = {parameter for share in leaving for parameter in share.parameters}
-        passing = self._passing_buffer()
         for back in (None, *leaving):
             if back is not None:
                 back.bucket.bring_back()
@@ -183,8 +182,9 @@ class OptimizerState:
                 after.every.remove(back)
                 absent.difference_update(back.parameters)
             for whole in [one for one in waiting if absent.isdisjoint(one.parameters)]:
-                whole.bucket.put_away(after.entries(whole), None, passing)
+                whole.bucket.put_away(after.entries(whole), None)
                 waiting.remove(whole)
+        self._space.trim()
 
     def keeps_low_bits(self, _: Tensor) -> bool:
         """Returns False: none is in 8 bits."""
@@ -207,6 +207,8 @@ class OptimizerState:
             load(share.parameters)
             if self._recorded is None:
                 share.bucket.put_away(self._shares.entries(share), None, passing)
+        del passing
+        self._space.trim()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -271,6 +273,9 @@ class OptimizerState:
             for bucket, _ in shares:
                 bucket.forget()
             raise
+        finally:
+            del passing
+            self._space.trim()
         if self._recorded is not None:
             tensors = iter([tensor for _, _, tensor in present])
             for bucket, entries in shares:

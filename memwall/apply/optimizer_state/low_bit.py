@@ -16,7 +16,7 @@ from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.optimizer_state.low_bit_form import load_torchao, opened
 from memwall.apply.optimizer_state.partial_step import Arguments, inner_step_of, step_some
 from memwall.apply.optimizer_state.taken_step import TakenStep
-from memwall.errors import ApplyError, MemwallError
+from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.predict.low_bit_moments import (
     BLOCK_ELEMENTS,
     DEVICE_SLICE_ELEMENTS,
@@ -176,6 +176,12 @@ class LowBitOptimizerState:
         yield few
 
     def _step_all(self, arguments: Arguments) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise StoreError(
+                "an optimizer's step is being captured into a CUDA graph, and its moments are in 8 bits, which a "
+                "replay would not count on; leave optimizer.step() out of the graph, or plan without "
+                "--allow low-bit-optimizer"
+            )
         for number, group in enumerate(self.optimizer.param_groups):
             whole = []
             for parameter in group["params"]:

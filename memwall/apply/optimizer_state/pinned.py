@@ -67,6 +67,9 @@ class PinnedSpace:
                 f"{format_bytes(self._limit_bytes)} can be had; free host memory, or plan for more of the device's"
             )
 
+    def trim(self) -> None:
+        """Gives up memory that buckets pass through: they pass through none."""
+
     def bucket(self, label: str) -> "PinnedBucket":
         """Returns a new bucket."""
         return PinnedBucket(self)

@@ -17,6 +17,26 @@ from memwall.store.transfer import TransferPool
 from memwall.store.workers import Transfer
 
 
+class _LastCopy:
+    """Knows the last copy between a device and some pinned memory."""
+
+    def __init__(self) -> None:
+        self.event: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Returns once it is done."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class _Stage(BucketBuffer):
+    """Is pinned memory that is lent to a bucket."""
+
+    def __init__(self, num_bytes: int, memory: Tensor, last: _LastCopy) -> None:
+        super().__init__(num_bytes, memory=memory)
+        self.last = last
+
+
 class _Stages:
     """Lends pinned memory that buckets pass through, in whole pages; what comes back is lent again.
 
@@ -26,47 +46,50 @@ class _Stages:
 
     def __init__(self, limit_bytes: int, device: torch.device) -> None:
         self._arena = PinnedArena(limit_bytes, chunk_bytes=0, device=device)
-        self._free: list[PinnedSlot] = []
+        self._free: list[tuple[PinnedSlot, _LastCopy]] = []
 
     @property
     def pinned_bytes(self) -> int:
         return self._arena.pinned_bytes
 
-    def lend(self, num_bytes: int) -> BucketBuffer:
+    def lend(self, num_bytes: int) -> "_Stage":
         """Returns memory that comes back when nobody has the buffer any more.
 
         Raises:
             StoreError: the limit, or the driver, does not allow it.
         """
-        enough = [slot for slot in self._free if slot.num_bytes >= num_bytes]
+        enough = [one for one in self._free if one[0].num_bytes >= num_bytes]
         if enough:
-            slot = min(enough, key=lambda slot: slot.num_bytes)
-            self._free.remove(slot)
+            slot, last = found = min(enough, key=lambda one: one[0].num_bytes)
+            self._free.remove(found)
+            last.wait()
         else:
-            self._give_up_free()  # buffers of a ring, say, before a larger one that is alone
-            slot = self._arena.allocate(num_bytes)
-        buffer = BucketBuffer(num_bytes, memory=slot.memory)
-        weakref.finalize(buffer, self._free.append, slot).atexit = False
-        return buffer
+            self.trim()  # buffers of a ring, say, before a larger one that is alone
+            slot, last = self._arena.allocate(num_bytes), _LastCopy()
+        memory = slot.memory[:]  # which threads that carry it hold as well
+        weakref.finalize(memory, self._free.append, (slot, last)).atexit = False
+        return _Stage(num_bytes, memory, last)
 
     def close(self) -> None:
         """Unpins everything."""
         self._free.clear()
         self._arena.close()
 
-    def _give_up_free(self) -> None:
+    def trim(self) -> None:
+        """Unpins what nobody has."""
         while self._free:
-            self._arena.free(self._free.pop())
+            slot, last = self._free.pop()
+            last.wait()
+            self._arena.free(slot)
         self._arena.trim()
 
 
 class _StagedBuffer(BucketBuffer):
     """Holds a bucket in use on a device, and the pinned memory through which it comes and goes."""
 
-    def __init__(self, num_bytes: int, device: torch.device, stage: BucketBuffer) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, stage: _Stage) -> None:
         super().__init__(num_bytes, device)
         self.stage = stage
-        self._copied: torch.cuda.Event | None = None
 
     def go_up(self, num_bytes: int) -> None:
         """Fills the device's memory from the stage, for what is launched from now on."""
@@ -78,12 +101,11 @@ class _StagedBuffer(BucketBuffer):
 
     def settle(self) -> None:
         """Returns once nothing is copied from the stage or to it."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self.stage.last.wait()
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
-        self._copied = torch.cuda.current_stream(self.memory.device).record_event()
+        self.stage.last.event = torch.cuda.current_stream(self.memory.device).record_event()
 
 
 class StagedSpace(DiskSpace):
@@ -107,6 +129,10 @@ class StagedSpace(DiskSpace):
     def bucket(self, label: str) -> "StagedBucket":
         """Returns a new bucket, which `label` names in an error."""
         return StagedBucket(self._pool, label, self.device, self._stages)
+
+    def trim(self) -> None:
+        """Unpins what buckets pass through and none is in."""
+        self._stages.trim()
 
     def close(self) -> None:
         """Unpins what buckets passed through."""

@@ -13,7 +13,9 @@ from optimizer_runs import OPTIMIZERS, Net, are_equal, in_groups, resident_state
 from torch import Tensor, nn
 
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
+from memwall.apply.optimizer_state.open_state import open_optimizer_state
 from memwall.errors import ApplyError
+from memwall.store.buckets import BucketBuffer, DiskBucket
 from memwall.store.transfer import TransferPool
 
 KIB = 1 << 10
@@ -277,3 +279,26 @@ def test_undo_brings_the_state_back_and_training_goes_on(keep: Callable[..., Opt
         train_step(model, optimizer, step)
         scheduler.step()
     assert are_equal(plain, (model, optimizer.state_dict()))
+
+
+def test_state_that_leaves_passes_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN state in eight shares WHEN all of it leaves THEN one buffer is made for all, not one after the other, of
+    which the C library would use none again."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+    made: list[int] = []
+    original = DiskBucket.passing_buffer
+
+    def counted(bucket: DiskBucket, num_bytes: int) -> BucketBuffer:
+        made.append(num_bytes)
+        return original(bucket, num_bytes)
+
+    monkeypatch.setattr(DiskBucket, "passing_buffer", counted)
+    state, close = open_optimizer_state(
+        optimizer, disk=str(tmp_path), capacity_bytes=None, resident_bytes=0, bucket_bytes=1, min_bytes=1024
+    )
+    assert len(state.buckets) == 8
+    assert made == [max(bucket.num_bytes for bucket in state.buckets)]
+    close()

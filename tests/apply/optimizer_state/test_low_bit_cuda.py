@@ -14,6 +14,7 @@ import memwall
 from memwall.apply.offload import parking
 from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
 from memwall.apply.optimizer_state.low_bit_form import is_low_bit
+from memwall.errors import StoreError
 from memwall.machine.tiers import Machine
 from memwall.observe.measure import run_report
 from memwall.planning.planfile import Plan
@@ -180,3 +181,16 @@ class Passes(TorchDispatchMode):
 
 def _on_device(values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.is_cuda]
+
+
+@on_phantom
+def test_a_step_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN moments in 8 bits WHEN a step would be replayed without what the host does THEN the error says so."""
+    model = nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = LowBitOptimizerState(LowBitMoments(optimizer))
+    model(torch.ones(4, 64, device="cuda")).square().mean().backward()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(StoreError, match="captured into a CUDA graph, and its moments are in 8 bits"):
+        optimizer.step()
+    state.undo()

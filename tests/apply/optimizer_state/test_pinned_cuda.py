@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import memwall
 from memwall.apply.optimizer_state.open_state import open_optimizer_state
+from memwall.apply.optimizer_state.staged import StagedSpace
 from memwall.errors import StoreError
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.predict.state_on_disk import staging_bytes
@@ -118,3 +119,28 @@ def test_without_host_memory_to_pass_through_it_is_said_what_is_missing(tmp_path
             min_bytes=16 << 10,
         )
     assert all(value.device == parameter.device for value in optimizer.state[parameter].values() if value.ndim)
+
+
+def test_other_sizes_pin_no_more_than_is_foreseen_of_them(tmp_path: Path) -> None:
+    """GIVEN host memory for what is foreseen WHEN a plan follows with smaller buckets THEN steps go on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)), nn.Linear(256, 2048)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state, close = open_optimizer_state(
+        optimizer,
+        disk=str(tmp_path),
+        capacity_bytes=None,
+        host_limit_bytes=staging_bytes(SIZES, 2 * MIB),
+        resident_bytes=0,
+        bucket_bytes=2 * MIB,
+        min_bytes=16 << 10,
+    )
+    for bucket_bytes in (2 * MIB, MIB, 2 * MIB):
+        state.settle(resident_bytes=0, bucket_bytes=bucket_bytes)
+        for _ in range(2):
+            model(torch.ones(4, 256, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert isinstance(state._space, StagedSpace)
+        assert state._space.pinned_bytes <= staging_bytes(SIZES, bucket_bytes)
+    close()
