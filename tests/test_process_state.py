@@ -62,7 +62,7 @@ STATE = {
     "memwall.apply.offload.entry._EMPTY": "nothing: one tensor without elements for each device and dtype",
     "memwall.apply.blocks.outer_variables._global_names": "itself, at 1024 functions",
     "memwall.apply.offload.engine._hidden": _FOREVER,
-    "memwall.apply.offload.parking._measured_memory": _FOREVER,
+    "memwall.apply.offload.machine_below._measured_memory": "ten minutes",
     "memwall.machine.disk_probe._measured": "itself, ten minutes after the disk was measured",
     "memwall.torch_internals.saved.described": "itself, at 1024 texts",
     "memwall.predict.malloc.malloc_replay._replays": "itself, at 16 forecasts",

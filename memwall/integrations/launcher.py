@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memwall.apply.offload.parking import machine_above_host, measured_machine
+from memwall.apply.offload.machine_below import machine_above_host, measured_machine
 from memwall.checkpoint.resumption import set_checkpoint
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.errors import OutOfMemoryError, StoreError, UsageError

@@ -17,7 +17,7 @@ from memwall.store.workers import Transfer
 
 _PASS_SECONDS = 0.25
 _QUEUE_DEPTH = 4
-_STANDS_SECONDS = 600.0
+STANDS_SECONDS = 600.0
 """So long a measurement holds for the sessions that follow: a disk may get slower as others use it."""
 _measured: dict[tuple[int, int], tuple[float, Tier]] = {}
 """By device and bytes to move, when it was measured, and what was found."""
@@ -31,7 +31,7 @@ def known_disk(directory: str | os.PathLike[str], num_bytes: int) -> Tier:
     """
     key = os.stat(directory).st_dev if os.path.isdir(directory) else -1, num_bytes
     begin, found = _measured.get(key, (0.0, None))
-    if found is None or time.monotonic() - begin >= _STANDS_SECONDS:
+    if found is None or time.monotonic() - begin >= STANDS_SECONDS:
         begin, found = time.monotonic(), probe_disk(directory, num_bytes)
         _measured[key] = begin, found
     else:

@@ -16,7 +16,7 @@ import memwall
 from memwall.apply.applied import AppliedPlan
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.microbatch import MicroBatches
-from memwall.apply.offload import parking
+from memwall.apply.offload import machine_below, parking
 from memwall.apply.offload.parking import Parked
 from memwall.apply.optimizer_state import open_state
 from memwall.apply.optimizer_state.state_keeper import StateKeeper, can_place, why_not_on_cpu
@@ -73,7 +73,8 @@ def test_the_recorded_step_and_plans_from_it_have_the_same_host_memory(monkeypat
         asked.append((device, limit_bytes))
         return Tier(name="host", write_bytes_per_second=2e10, read_bytes_per_second=1e10, free_bytes=limit_bytes)
 
-    monkeypatch.setattr(parking, "probe_link", measured)
+    monkeypatch.setattr(machine_below, "probe_link", measured)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card that nobody knows")
     parked = Parked([OnCuda()], disk=None, capacity_bytes=None, window_bytes=1, min_bytes=1, host_limit_bytes=5 * GIB)
     parked.close()
     assert asked == [(torch.device("cuda"), 5 * GIB)]
@@ -89,7 +90,7 @@ def test_where_the_link_cannot_be_measured_saved_tensors_stay_in_the_recorded_st
     def refused(*_: Any, **__: Any) -> Tier:
         raise error
 
-    monkeypatch.setattr(parking, "probe_link", refused)
+    monkeypatch.setattr(machine_below, "probe_link", refused)
     parked = Parked([OnCuda()], disk=None, capacity_bytes=None, window_bytes=1, min_bytes=1, host_limit_bytes=5 * GIB)
     parked.close()
     assert parked.min_bytes == parked.engine._min_bytes == sys.maxsize

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from memwall.apply.offload.parking import machine_above_host
+from memwall.apply.offload.machine_below import machine_above_host
 from memwall.apply.techniques import cpu_step
 from memwall.apply.techniques.cpu_step import CpuStepHandler
 from memwall.errors import StoreError
@@ -126,6 +126,7 @@ def test_plans_know_the_link_what_they_may_pin_and_the_cpu_if_it_may_step(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_step, "_bytes_per_second", lambda dtype: 1.5e10 * torch.finfo(dtype).bits / 16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card that nobody knows")
     found = machine_above_host(CPU, limit_bytes=1 << 30)
     host = Tier(name="host", write_bytes_per_second=2.4e10, read_bytes_per_second=1.3e10, free_bytes=1 << 30)
     assert found.tiers == (host,)

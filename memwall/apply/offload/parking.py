@@ -5,23 +5,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
 from memwall.apply.offload.engine import ActivationOffload
-from memwall.apply.offload.packed import pack_seconds_per_element
-from memwall.errors import StoreError, UsageError
+from memwall.apply.offload.machine_below import machine_above_host, measured_machine, with_disk_below
 from memwall.machine.disk_location import check_directory, default_directory
-from memwall.machine.disk_probe import known_disk
-from memwall.machine.hardware import hardware_of_device
 from memwall.machine.limits import pinnable_bytes
-from memwall.machine.link_speed import probe_link
-from memwall.machine.memory_speed import copy_seconds_per_byte, fault_seconds_per_byte
-from memwall.machine.tiers import Machine, Tier
-from memwall.predict.packed_bytes import device_pack_seconds
+from memwall.machine.tiers import Machine
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.dispatch import without_subclass_functions
@@ -30,10 +22,7 @@ from memwall.trace.gathered import Gathered
 
 _log = logging.getLogger(__name__)
 
-_PROBE_BYTES = 64 << 20
 _LOOK_SECONDS = 0.2
-# An optimizer's state per byte of its parameters: of those in 16 bits two moments may be in float32.
-_MOST_STATE = 4
 _closing = threading.Lock()
 _needed: list[tuple[ActivationOffload, Callable[[], None]]] = []
 """Engines that nobody saves to any more, and what closes them: a graph that they were used in still waits for its
@@ -198,82 +187,6 @@ class Parked:
         return moved_bytes
 
 
-def machine_above_host(device: torch.device, *, limit_bytes: int | None = None) -> Machine:
-    """Measures a CUDA device's link to host memory.
-
-    What passes the link is copied by the device, and costs the host's cores nothing.
-
-    Args:
-        limit_bytes: what plans may use of host memory; None for `memwall.machine.limits.pinnable_bytes`.
-
-    Returns:
-        Without a tier where host memory cannot be pinned, or the device has no room for the copies, which is logged:
-        plans leave host memory out then.
-    """
-    limit_bytes = pinnable_bytes() if limit_bytes is None else limit_bytes
-    try:
-        tier = probe_link(device, limit_bytes=limit_bytes)
-    except (StoreError, torch.OutOfMemoryError) as error:
-        _log.warning("plans leave out host memory: %s", error)
-        return Machine()
-    try:
-        card = hardware_of_device(torch.cuda.get_device_name(device))
-    except UsageError:  # nothing leaves packed where it is not known what that takes
-        return Machine(tiers=(tier,))
-    return Machine(tiers=(tier,), pack_seconds_per_element=device_pack_seconds(card.memory_bytes_per_second))
-
-
-def with_disk_below(
-    machine: Machine, roots: Sequence[nn.Module], disk: str | None, capacity_bytes: int | None
-) -> Machine:
-    """Returns a machine with the disk below its host memory, where that may be too small for an optimizer's state.
-
-    A disk that cannot be used is left out, which is logged.
-
-    Args:
-        roots: the modules that are trained.
-        disk: directory; None for the default one.
-        capacity_bytes: the most to take there; None for what is free.
-    """
-    state_bytes = _MOST_STATE * sum(p.nbytes for root in roots for p in root.parameters() if p.requires_grad)
-    if not machine.tiers or machine.tiers[0].free_bytes >= state_bytes:
-        return machine
-    try:
-        below = probed_disk(disk if disk is not None else default_directory(), capacity_bytes)
-    except StoreError as error:
-        _log.warning("plans leave out the disk: %s", error)
-        return machine
-    return msgspec.structs.replace(machine, tiers=(*machine.tiers, below))
-
-
-def probed_disk(directory: str, capacity_bytes: int | None) -> Tier:
-    """Measures a disk, of which so much may be taken; None for what is free.
-
-    Raises:
-        StoreError: it cannot be used.
-    """
-    tier = known_disk(directory, _PROBE_BYTES)
-    free_bytes = tier.free_bytes if capacity_bytes is None else min(tier.free_bytes, capacity_bytes)
-    return msgspec.structs.replace(tier, free_bytes=free_bytes)
-
-
 def _cuda_device(roots: Sequence[nn.Module]) -> torch.device | None:
     """Returns the device of the modules' first parameter on CUDA; None where there is none."""
     return next((p.device for root in roots for p in root.parameters() if p.device.type == "cuda"), None)
-
-
-def measured_machine(disk: str) -> Machine:
-    """Measures this machine in about half a second, once: disk as the store uses it, faults, copies, packing."""
-    tiers = (known_disk(disk, _PROBE_BYTES),) if disk else ()
-    return msgspec.structs.replace(_measured_memory(), tiers=tiers)
-
-
-@cache
-def _measured_memory() -> Machine:
-    faults = fault_seconds_per_byte()
-    return Machine(
-        copy_seconds_per_byte=copy_seconds_per_byte() + faults,
-        fault_seconds_per_byte=faults,
-        huge_fault_seconds_per_byte=fault_seconds_per_byte(in_huge_pages=True),
-        pack_seconds_per_element=pack_seconds_per_element() + torch.float32.itemsize * faults,
-    )

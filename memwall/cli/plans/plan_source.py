@@ -177,7 +177,7 @@ def with_disk_below_host(source: Source, disk: "DiskChoice") -> Source:
     """Returns the source with a disk below its device's host memory, as fast as this one is here, in every trace."""
     from msgspec.structs import replace
 
-    from memwall.apply.offload.parking import probed_disk
+    from memwall.apply.offload.machine_below import probed_disk
 
     tier = probed_disk(str(disk.directory), disk.limit_bytes)
 
@@ -196,6 +196,6 @@ def with_disk(trace: "Trace", tier: "DiskChoice | None") -> "Trace":
         return trace
     import msgspec
 
-    from memwall.apply.offload.parking import measured_machine
+    from memwall.apply.offload.machine_below import measured_machine
 
     return msgspec.structs.replace(trace, machine=measured_machine(str(tier.directory)))
