@@ -86,17 +86,21 @@ class SavedTensorHooksBeneath:
             NotAvailableError: this torch lets nobody look at the hooks that are there.
         """
         lifted = self._lift()
-        _push_hooks(*self._own)
-        for pair in reversed(lifted):
-            _push_hooks(*pair)
+        try:
+            _push_hooks(*self._own)
+        finally:
+            for pair in reversed(lifted):
+                _push_hooks(*pair)
 
     def end(self) -> None:
         """Ends that; to be called in the thread that began."""
         lifted = self._lift()
-        if innermost_saved_tensor_hooks() is not None:
-            _pop_hooks()
-        for pair in reversed(lifted):
-            _push_hooks(*pair)
+        try:
+            if innermost_saved_tensor_hooks() is not None:
+                _pop_hooks()
+        finally:
+            for pair in reversed(lifted):
+                _push_hooks(*pair)
 
     def _lift(self) -> list[tuple[Any, Any]]:
         """Takes away the hooks down to these, or all; returns them, the innermost first."""

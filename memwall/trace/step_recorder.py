@@ -167,8 +167,10 @@ class StepRecorder(StepMode):
         saved_hooks, self._saved_hooks = self._saved_hooks, None
         try:
             if threading.get_ident() == self._thread:
-                saved_hooks.end()
-                leave_mode(self)
+                try:
+                    saved_hooks.end()
+                finally:
+                    leave_mode(self)
         finally:
             self._patches.undo()
 
