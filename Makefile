@@ -154,7 +154,7 @@ test-phantom: $(TORCHAO_FOLDER)/.installed | $(STAMP)
 	@$(BIN)/python phantom/environment.py $(PHANTOM) --torch '$(TORCH)' $(if $(PHANTOM_BASE),--base $(PHANTOM_BASE)); \
 	    status=$$?; [ $$status -ne 77 ] || exit 0; [ $$status -eq 0 ] || exit $$status; \
 	    $(PHANTOM_PYTEST) -m "(gpu or phantom) and not exhaustive" tests && \
-    PYTHONPATH=$(CURDIR)/$(TORCHAO_FOLDER) $(PHANTOM_PYTEST) -m "gpu or phantom" $(LOW_BIT_TESTS)
+	    PYTHONPATH=$(CURDIR)/$(TORCHAO_FOLDER) $(PHANTOM_PYTEST) -m "gpu or phantom" $(LOW_BIT_TESTS)
 
 # Stream code in random orders of work, and with faults brought back, on the phantom device.
 races: $(PHANTOM)/.installed

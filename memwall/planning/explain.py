@@ -17,8 +17,9 @@ from memwall.trace.records import Step, Trace
 from memwall.units import format_bytes
 
 STATE_IN_FIRST_STEP = (
-    "the recorded step makes all of the optimizer's state on the device; a plan that was made before has it in host "
-    "memory from the start: `memwall plan SPEC --device NAME --host SIZE`, then `memwall run --plan`"
+    "the recorded step's optimizer has its state on the device where that cannot leave as it is made; a plan that was "
+    "made before has it in host memory from the start: `memwall plan SPEC --device NAME --host SIZE`, then "
+    "`memwall run --plan`"
 )
 _SECONDS_PER_DAY = 86_400
 _SMALL_STEP_BYTES = 64 << 20

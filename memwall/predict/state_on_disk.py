@@ -110,6 +110,31 @@ def with_state_on_disk(
     return msgspec.structs.replace(step, storages=tuple(storages))
 
 
+def as_stepped_at_once(step: Step, names: Sequence[str], sizes: Sequence[int]) -> Step:
+    """Returns a step whose optimizer has stepped a few parameters at a time, as one that steps all of them at once.
+
+    What a foreach step makes besides, it makes for all parameters. The last part's operations stand for its own.
+
+    Args:
+        names: of the trace.
+        sizes: of all parameters that are stepped.
+    """
+    every = [n for n, op in enumerate(step.ops) if op.phase == "optimizer" and "_foreach_" in names[op.name]]
+    kinds = [step.ops[number].name for number in every]
+    per_part = next((size for size in range(1, len(kinds)) if kinds[size:] == kinds[:-size]), len(kinds))
+    made_at: dict[int, list[Storage]] = {number: [] for number in every[len(every) - per_part :]}
+    for storage in step.storages:
+        if storage.category == "temporary" and storage.birth in made_at:
+            made_at[storage.birth].append(storage)
+    others = [
+        msgspec.structs.replace(like[0], nbytes=nbytes)
+        for like in made_at.values()
+        if like
+        for nbytes in (Counter(sizes) - Counter(storage.nbytes for storage in like)).elements()
+    ]
+    return msgspec.structs.replace(step, storages=(*step.storages, *others))
+
+
 def _shrink_temporaries(storages: list[Storage], step: Step, share: float) -> None:
     """Leaves of a device's temporaries, which a foreach step makes for all parameters, those of a share of them."""
     made_at: dict[int, list[int]] = {}

@@ -1,8 +1,9 @@
 """The first step of a run, recorded under the safest plan there is.
 
-Every large saved tensor leaves the device, and free memory goes back to the system before the budget is passed. On a
-CPU the optimizer's state goes to disk bucket by bucket, as it is made, where the budget has no room for all of it, and
-where it has none for gradients beside parameters, both are on disk already when the step begins.
+Every large saved tensor leaves the device, and free memory goes back to the system before the budget is passed. The
+optimizer's state goes bucket by bucket, as it is made, to disk or to the host memory below a CUDA device, where the
+budget has no room for all of it. On a CPU, where it has none for gradients beside parameters, both are on disk already
+when the step begins.
 """
 
 import logging
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +31,7 @@ from memwall.planning.techniques.parameters import as_streamed
 from memwall.predict.cuda.live_cuda import as_plain, with_library_workspaces, workspaces_here
 from memwall.predict.first_step import FirstStep
 from memwall.predict.process import calibrated, parked_bytes
+from memwall.predict.state_on_disk import as_stepped_at_once
 from memwall.session.device_budget import DeviceBudget
 from memwall.session.measurements import standing_bytes
 from memwall.torch_internals.dispatch import without_subclass_functions
@@ -73,10 +76,11 @@ class RecordedStep:
         called: nn.Module | None = None,
         begins_step: Callable[[nn.Module], bool] | None = None,
     ) -> None:
-        self._called, self._begins_step = called, begins_step
+        self._called, self._begins_step, self._host_limit_bytes = called, begins_step, host_limit_bytes
         self._model, self._settings, self._allocator = model, settings, allocator
         self._keeper, self._parameters, self._device_budget = keeper, parameters, device_budget
         self._peak_before_optimizer_bytes = 0
+        self._allocated_before_optimizer_bytes: int | None = None
         self.moved_bytes = 0
         """Saved tensors that left the device; known once the recording has ended."""
         self.differentiates_backward = False
@@ -147,7 +151,9 @@ class RecordedStep:
     def before_optimizer(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Moves what has no room; to be called before each optimizer's step, with those that are known by then."""
         if not self._peak_before_optimizer_bytes:
-            self._peak_before_optimizer_bytes = meter_of(self._model).peak_bytes()
+            meter = meter_of(self._model)
+            self._peak_before_optimizer_bytes, allocator = meter.peak_bytes(), meter.allocator_peak()
+            self._allocated_before_optimizer_bytes = None if allocator is None else allocator.allocated_bytes
             self._allocator.look_outside()
         self._spill(optimizers)
         if self._parameters.away_bytes and not self._keeper.is_away:
@@ -190,6 +196,9 @@ class RecordedStep:
             present_bytes = standing_bytes(self._model, optimizers, trace) - absent_bytes
         modules = trace.modules
         away_min_bytes = MIN_STATE_BYTES if self._keeper.is_away else None
+        allocated_bytes = None if allocator is None else allocator.allocated_bytes
+        if self._keeper.is_away:
+            allocated_bytes = self._allocated_before_optimizer_bytes
         trace = calibrated(
             trace,
             base_bytes=meter_of(self._model).base_bytes(present_bytes),
@@ -201,7 +210,7 @@ class RecordedStep:
             kept_bytes=kept_bytes,
             absent_bytes=others_bytes,
             read_ahead_bytes=WINDOW_BYTES if self._device.type == "cuda" else 0,
-            allocated_bytes=None if allocator is None else allocator.allocated_bytes,
+            allocated_bytes=allocated_bytes,
             as_run=(lambda plain: as_streamed(plain, modules)) if is_streamed else (lambda plain: plain),
         )
         in_memory_bytes = 0
@@ -215,6 +224,10 @@ class RecordedStep:
             in_memory_bytes = max(in_memory_bytes, at_optimizer_bytes)
         if self._device.type == "cuda":
             trace = as_plain(trace)
+            if self._keeper.is_away:
+                sizes = [p.nbytes for group in optimizers[0].param_groups for p in group["params"] if p.requires_grad]
+                whole = (as_stepped_at_once(s, trace.names, sizes) for s in trace.steps)
+                trace = msgspec.structs.replace(trace, steps=tuple(whole))
         return trace, FirstStep(
             needed_bytes=step.process_peak_bytes - (kept_bytes or 0),
             in_memory_bytes=in_memory_bytes,
@@ -258,7 +271,7 @@ class RecordedStep:
         return all(id(p) in own for p in self._model.parameters() if _may_be_stepped(p))
 
     def _spill(self, optimizers: Sequence[torch.optim.Optimizer], coming_bytes: int = 0) -> None:
-        if not self._is_on_cpu or not self._steps_alone(optimizers):
+        if not (self._is_on_cpu or self._host_limit_bytes) or not self._steps_alone(optimizers):
             return
         used_bytes = self._parked.engine.bytes_written if self._parked is not None else 0
         self._keeper.spill_recorded(
@@ -267,6 +280,7 @@ class RecordedStep:
             budget_bytes=self._settings.budget_bytes,
             coming_bytes=coming_bytes,
             used_bytes=used_bytes,
+            host_limit_bytes=max(0, (self._host_limit_bytes or 0) - used_bytes),
             must=self._parameters.away_bytes > 0,
         )
 

@@ -134,7 +134,7 @@ def test_an_evaluation_that_the_plan_has_no_room_for_gets_another_one(tmp_path: 
     refused = run_under("64MiB", tmp_path)
     named = re.search(r"the smallest feasible one is ([0-9.]+) MiB,", refused.stderr)
     assert named is not None, refused.stderr
-    followed = run_under(f"{float(named.group(1)) + 100}MiB", tmp_path)
+    followed = run_under(f"{float(named.group(1)) + 85}MiB", tmp_path)
     assert "optimizer state to disk" not in followed.stderr.partition("an evaluation of 6144 samples at once")[0]
     assert "another one makes room for it" in followed.stderr
     assert followed.returncode == 0, followed.stderr

@@ -58,7 +58,7 @@ def open_optimizer_state(
             pinned = PinnedSpace(device, limit_bytes=host_limit_bytes)
             closing.callback(pinned.close)
             space: StateSpace = pinned
-        elif _device_of(optimizer).type == "cuda":
+        elif device_of(optimizer).type == "cuda":
             device = _device_above_host(optimizer)
             inner_step_of(optimizer, device=device)
             pool = closing.enter_context(open_scratch_pool(disk, capacity_bytes))
@@ -116,7 +116,7 @@ def check_can_be_away(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ApplyError: the optimizer cannot be stepped in parts, or its state has to stay for another reason.
     """
-    if _device_of(optimizer).type == "cuda":
+    if device_of(optimizer).type == "cuda":
         inner_step_of(optimizer, kept=PinnedSpace.kept, device=_device_above_host(optimizer))
     else:
         inner_step_of(optimizer)
@@ -133,7 +133,8 @@ def check_can_step_on_cpu(optimizer: torch.optim.Optimizer) -> None:
     check_optimizer(optimizer, device)
 
 
-def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    """Returns where the first of its parameters is."""
     return next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
 
 
@@ -143,7 +144,7 @@ def _device_above_host(optimizer: torch.optim.Optimizer) -> torch.device:
     Raises:
         ApplyError: it has none, or the run is committed.
     """
-    device = _device_of(optimizer)
+    device = device_of(optimizer)
     if device.type != "cuda":
         raise ApplyError(
             f"the plan keeps the {type(optimizer).__name__}'s state in host memory, and its parameters are on {device},"

@@ -78,11 +78,15 @@ class RecordedState:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Has every tensor stand where it stands in a plain run for a while, to be looked at, not read."""
+        """Has every tensor stand where it stands in a plain run for a while, to be looked at, not read.
+
+        On a device it stands there without its memory, for which there may be no room.
+        """
         every = [emptied for some in self._emptied.values() for emptied in some]
         present = [one for one in every if one.entry[0].get(one.entry[1]) is one.away]
         for (holder, key), tensor, _, num_bytes in present:
-            tensor.untyped_storage().resize_(num_bytes)  # memory that nobody touches is not resident
+            if not tensor.is_cuda:
+                tensor.untyped_storage().resize_(num_bytes)  # memory that nobody touches is not resident
             holder[key] = tensor
         try:
             yield

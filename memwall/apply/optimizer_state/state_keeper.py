@@ -18,13 +18,14 @@ from memwall.apply.optimizer_state.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.open_state import (
     check_can_be_away,
     check_can_step_on_cpu,
+    device_of,
     open_cpu_step,
     open_optimizer_state,
 )
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.errors import ApplyError, MemwallError, StoreError
-from memwall.machine.meter import process_bytes
+from memwall.machine.meter import CudaMeter, process_bytes
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement, bucket_choices
 from memwall.store.buckets import DiskSpace
 from memwall.trace.optimizers import Optimizers, optimizers_of
@@ -178,17 +179,19 @@ class StateKeeper:
         budget_bytes: int,
         coming_bytes: int = 0,
         used_bytes: int = 0,
+        host_limit_bytes: int = 0,
         must: bool = False,
     ) -> bool:
-        """Has a step that is being recorded keep its state on disk, if the budget has no room for it in memory.
+        """Has a step that is being recorded keep its state on the tier below, if the budget has no room for it.
 
         Args:
             must: whatever room there is.
             coming_bytes: what the step makes before its optimizer runs.
             used_bytes: what else of the step is on the disk.
+            host_limit_bytes: the most host memory to take, for parameters on CUDA.
 
         Returns:
-            Whether the state is, or will be, on disk.
+            Whether the state is, or will be, there.
         """
         if self._state is not None:
             return True
@@ -198,14 +201,17 @@ class StateKeeper:
             num_bytes
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if (num_bytes := expected_state_bytes(optimizer, parameter, group, MIN_STATE_BYTES))
+            if (num_bytes := expected_state_bytes(optimizer, parameter, group, MIN_STATE_BYTES, parameter.device))
         ]
+        is_on_cpu = device_of(optimizer).type == "cpu"
         try:
             self._opened.hold(
                 open_optimizer_state(
                     optimizer,
+                    tier="disk" if is_on_cpu else "host",
                     disk=self._disk,
                     capacity_bytes=None if self._capacity_bytes is None else max(0, self._capacity_bytes - used_bytes),
+                    host_limit_bytes=host_limit_bytes,
                     resident_bytes=0,
                     bucket_bytes=bucket_choices(sizes)[0],
                     min_bytes=MIN_STATE_BYTES,
@@ -266,16 +272,22 @@ def stepping_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
 
 def _lacks_room(optimizer: torch.optim.Optimizer, allocator: AllocatorHandler, budget_bytes: int) -> bool:
     """Returns whether a step that keeps its state in memory would pass the budget."""
-    new_bytes = largest_bytes = 0
+    device = device_of(optimizer)
+    new_bytes = largest_bytes = all_bytes = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            largest_bytes = max(largest_bytes, parameter.numel() * parameter.element_size())
+            largest_bytes = max(largest_bytes, parameter.nbytes)
+            all_bytes += parameter.nbytes
             if not optimizer.state.get(parameter):
-                new_bytes += expected_state_bytes(optimizer, parameter, group, MIN_STATE_BYTES)
-    room_bytes = budget_bytes - new_bytes - _TEMPORARIES * largest_bytes - _SLACK_BYTES
-    if process_bytes() > room_bytes:
-        allocator.trim()  # free pages are given back before the budget is passed anyway
-    lacks = process_bytes() > room_bytes
+                new_bytes += expected_state_bytes(optimizer, parameter, group, MIN_STATE_BYTES, device)
+    # On a device the usual step computes with all parameters at once.
+    at_once_bytes = largest_bytes if device.type == "cpu" else all_bytes
+    room_bytes = budget_bytes - new_bytes - _TEMPORARIES * at_once_bytes - _SLACK_BYTES
+    held_bytes = process_bytes if device.type == "cpu" else CudaMeter(device).now_bytes
+    if held_bytes() > room_bytes:  # what is free is given back before the budget is passed anyway
+        allocator.trim() if device.type == "cpu" else torch.cuda.empty_cache()
+    lacks = held_bytes() > room_bytes
     if lacks:
-        _log.info("the first step's %s of optimizer state go to disk", format_bytes(new_bytes))
+        where = "disk" if device.type == "cpu" else "host memory"
+        _log.info("the first step's %s of optimizer state go to %s", format_bytes(new_bytes), where)
     return lacks
