@@ -156,6 +156,15 @@ def is_alive(number: Path) -> bool:
     return Path(f"/proc/{int(number.read_text())}/stat").read_text().split()[2] != "Z"
 
 
+def ends(number: Path) -> bool:
+    """Returns whether the process is gone soon: a kernel with other work takes its time over a signal."""
+    for _ in range(200):
+        if not is_alive(number):
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,8 +172,7 @@ def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(
     monkeypatch.setattr(route, "_MOST_SECONDS", 0.3)
     with pytest.raises(TraceError, match="was not recorded within 0 s, and its process was ended"):
         recorded()
-    time.sleep(0.05)
-    assert not is_alive(number)
+    assert ends(number)
 
 
 def test_an_interruption_ends_the_process_as_well(built: Path, tmp_path: Path) -> None:
@@ -182,8 +190,7 @@ def test_an_interruption_ends_the_process_as_well(built: Path, tmp_path: Path) -
         recorded()
     thread.join()
     signal.signal(signal.SIGINT, before)
-    time.sleep(0.05)
-    assert not is_alive(number)
+    assert ends(number)
 
 
 @pytest.mark.slow
