@@ -22,6 +22,7 @@ from memwall.apply.streaming.parameter_keeper import ParameterKeeper, is_streame
 from memwall.apply.technique import InRecording, allowed
 from memwall.errors import MemwallError
 from memwall.machine.meter import meter_of
+from memwall.machine.process_group import num_processes
 from memwall.patches import undo_all
 from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.planning.settings import Settings
@@ -271,7 +272,8 @@ class RecordedStep:
         return all(id(p) in own for p in self._model.parameters() if _may_be_stepped(p))
 
     def _spill(self, optimizers: Sequence[torch.optim.Optimizer], coming_bytes: int = 0) -> None:
-        if not (self._is_on_cpu or self._host_limit_bytes) or not self._steps_alone(optimizers):
+        can_leave = self._is_on_cpu or (self._host_limit_bytes and num_processes() == 1)  # shards lie in parts
+        if not can_leave or not self._steps_alone(optimizers):
             return
         used_bytes = self._parked.engine.bytes_written if self._parked is not None else 0
         self._keeper.spill_recorded(
