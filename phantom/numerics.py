@@ -59,7 +59,7 @@ class Numerics(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if _is_without_memory(tensors):
             return func(*args, **kwargs)
-        if any(is_traceable_wrapper_subclass(tensor) for tensor in tensors):
+        if any(_has_own_dispatch(tensor) for tensor in tensors):
             return NotImplemented  # its own dispatch comes first, and what it does is seen here then
         if _is_asked_first(func, args) and any(tensor.is_cuda for tensor in tensors):
             return _asked_first(func, args, kwargs, tensors)
@@ -70,6 +70,10 @@ class Numerics(TorchDispatchMode):
         if device is not None and not _writes_nothing(func) and not _is_plain_copy(func, args, out):
             _queue_values(func, args, kwargs, outs, tensors, seed, device)
         return out
+
+
+def _has_own_dispatch(tensor: Tensor) -> bool:
+    return is_traceable_wrapper_subclass(tensor) or type(tensor).__torch_dispatch__ != Tensor.__torch_dispatch__
 
 
 def _is_without_memory(tensors: Sequence[Tensor]) -> bool:

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from memwall.planning.location import Location, can_offload
+from memwall.planning.location import Location
 from memwall.planning.settings import Settings
 from memwall.planning.techniques import cpu_step, low_bit_state, optimizer_state, parameters
 from memwall.planning.techniques.cpu_step import StepOnCpu
@@ -24,7 +24,7 @@ def inputs(
         steady=steady or steady_step(trace),
         settings=Settings(budget_bytes=0, **settings),
         capacity_bytes=capacity_bytes,
-        has_disk=trace.device == "cpu" and can_offload(trace) is None,
+        process=SimpleNamespace(base_bytes=trace.base_bytes),
     )
 
 

@@ -14,6 +14,7 @@ from memwall.apply.streaming.guard import GuardedParameter
 from memwall.apply.streaming.parameter_keeper import open_parameter_streaming
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.apply.streaming.places import DiskPlace
 from memwall.store.buckets import DiskSpace
 from memwall.store.transfer import TransferPool
 
@@ -86,7 +87,7 @@ def streamed(
 ) -> Iterator[ParameterStreaming]:
     """Has parameters on disk inside, and the optimizer's state with them if it is given."""
     streaming = ParameterStreaming(
-        model, ParameterTier(pool, window_bytes=window_bytes, min_bytes=min_bytes), blocks=blocks
+        model, ParameterTier(DiskPlace(pool), window_bytes=window_bytes, min_bytes=min_bytes), blocks=blocks
     )
     state = None
     if optimizer is not None:

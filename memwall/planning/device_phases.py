@@ -64,6 +64,7 @@ def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: 
         evaluation: recorded as the plan runs the model, and translated; its second step, where it has one, is the
             training step that follows.
     """
+    evaluation = _under_plan(evaluation, plan)
     before, found = plan.forecast, _simulated(plan, trace, process, evaluation)
     if found is None or before.budget_bytes is None:
         return plan
@@ -85,7 +86,7 @@ def with_evaluation(plan: Plan, trace: Trace, process: DeviceModel, evaluation: 
     fits = bool(before.fits) and process_bytes + margin_bytes <= before.budget_bytes
     smallest_bytes = before.smallest_feasible_budget_bytes
     if smallest_bytes is not None:
-        least_bytes = evaluation_bytes(evaluated, steady_step(trace), process.profile)
+        least_bytes = evaluation_bytes(evaluated, step_under_plan(trace, plan), process.profile)
         if not fits:  # the steps of one that fits may take all that was given
             least_bytes = _least_bytes(plan, trace, process, evaluation, between=(least_bytes, wanted_bytes))
         smallest_bytes = max(smallest_bytes, process.budget_for(process.base_bytes + least_bytes))
@@ -136,6 +137,14 @@ def with_smallest_that_holds(plan: Plan, planned: Callable[[int], Plan]) -> Plan
         told_bytes = None  # what was not planned is not told
     forecast = msgspec.structs.replace(plan.forecast, smallest_feasible_budget_bytes=told_bytes)
     return msgspec.structs.replace(plan, forecast=forecast)
+
+
+def _under_plan(evaluation: Trace, plan: Plan) -> Trace:
+    """Returns an evaluation whose parameters are where the plan has them."""
+    evaluated, *following = evaluation.steps
+    for action in plan.actions:
+        evaluated = technique_of(action).evaluation(evaluation, evaluated, action)
+    return msgspec.structs.replace(evaluation, steps=(evaluated, *following))
 
 
 def _least_bytes(plan: Plan, trace: Trace, process: DeviceModel, evaluation: Trace, *, between: tuple[int, int]) -> int:
@@ -222,13 +231,14 @@ def _away_bytes(plan: Plan, trace: Trace) -> dict[str, int]:
     steady, staged_bytes, passing_bytes = steady_step(trace), 0, state_bytes
     for action in plan.actions:
         staged_bytes, passing_bytes = technique_of(action).staged_bytes(steady, action) or (staged_bytes, passing_bytes)
-    in_step = staged_bytes + (plan.forecast.moved_bytes_per_step - passing_bytes) // num_parts + state_bytes
+    standing_bytes = state_bytes + sum(technique_of(action).host_parameter_bytes(action) for action in plan.actions)
+    in_step = staged_bytes + (plan.forecast.moved_bytes_per_step - passing_bytes) // num_parts + standing_bytes
     # What is read to be loaded is in the peak of a resumption already.
     return {
         "first_step": in_step,
         "steady_step": in_step,
-        "eval": staged_bytes + state_bytes,
-        "save": staged_bytes + 2 * state_bytes + _lowest_bytes(plan),
+        "eval": staged_bytes + standing_bytes,
+        "save": staged_bytes + standing_bytes + state_bytes + _lowest_bytes(plan),
         "resume": state_bytes,
     }
 

@@ -251,6 +251,18 @@ class Technique(Generic[A]):
 
     # -- phases of a run on a device ---------------------------------------------------------------------------------
 
+    def evaluation(self, trace: Trace, step: Step, action: A) -> Step:
+        """Returns an evaluation that was recorded with all parameters in memory, with them where the action has them.
+
+        Args:
+            trace: of the evaluation.
+        """
+        return step
+
+    def host_parameter_bytes(self, action: A) -> int:
+        """Returns the bytes of parameters and gradients in host memory between their uses."""
+        return 0
+
     def host_state_bytes(self, action: A) -> int:
         """Returns optimizer state that the action keeps in host memory between steps."""
         return 0

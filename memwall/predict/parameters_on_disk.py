@@ -1,4 +1,6 @@
-"""A step whose parameters and gradients are on disk, but for a few blocks at a time: what leaves, and the step then.
+"""A step whose parameters and gradients are below memory, but for a few blocks at a time: what leaves, and the step.
+
+They are on disk, or below a device in the host's memory.
 
 A unit is a block, or a module outside blocks with parameters of its own. In forward a unit is in memory while it runs
 and while the one before it does, which reads it ahead; in backward from the unit after it to the unit before it. A
@@ -13,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from memwall.predict.state_on_disk import shrink_temporaries
 from memwall.store.backend import round_up
 from memwall.trace.records import Module, ModuleCall, Step, Storage
 
@@ -91,8 +94,8 @@ def away_from(
         stay,
         tuple(gradients),
         any(name == "accumulation" for name, _ in step.marks) or any(step.storages[i].birth < 0 for i in gradients),
-        sum(round_up(step.storages[i].nbytes) for i in away if i not in stay),
-        sum(round_up(step.storages[i].nbytes) for i in gradients),
+        sum(_place_bytes(step.storages[i]) for i in away if i not in stay),
+        sum(_place_bytes(step.storages[i]) for i in gradients),
     )
 
 
@@ -114,12 +117,20 @@ def with_parameters_on_disk(step: Step, modules: Sequence[Module], away: Away, *
         storages[index] = msgspec.structs.replace(
             storage, nbytes=storage.nbytes if is_new else 0, dropped=end if is_new else -1, death=end if is_new else -1
         )
+    shrink_temporaries(storages, step, _stepped_share(step, away, window_bytes))
     # At the end, so that the numbers operations refer to stay.
     for index in sorted(away.staying):
         like = step.storages[index]
-        storages.append(_stay(like, round_up(like.nbytes), 0, len(step.ops), step))
+        storages.append(_stay(like, _place_bytes(like), 0, len(step.ops), step))
     storages.extend(_passing(step, modules, away, window_bytes))
     return msgspec.structs.replace(step, storages=tuple(storages))
+
+
+def _stepped_share(step: Step, away: Away, window_bytes: int) -> float:
+    """Returns which part of all gradients' bytes an optimizer steps at once: a window, or all that stay in memory."""
+    sizes = [storage.nbytes for storage in step.storages if storage.category == "gradient"]
+    leaving = [step.storages[index].nbytes for index in away.gradients]
+    return max(window_bytes, *leaving, sum(sizes) - sum(leaving)) / sum(sizes) if leaving else 1.0
 
 
 def paged_bytes(step: Step, modules: Sequence[Module], away: Away, *, window_bytes: int) -> int:
@@ -139,7 +150,12 @@ def paged_bytes(step: Step, modules: Sequence[Module], away: Away, *, window_byt
 
 
 def _is_large(storage: Storage, min_bytes: int) -> bool:
-    return storage.device == "cpu" and storage.nbytes >= max(1, min_bytes)
+    return storage.device_type in ("cpu", "cuda") and storage.nbytes >= max(1, min_bytes)
+
+
+def _place_bytes(storage: Storage) -> int:
+    """Returns the bytes that a tensor takes away and in memory: of a CPU's pages of its own."""
+    return round_up(storage.nbytes) if storage.device_type == "cpu" else storage.nbytes
 
 
 def _units(modules: Sequence[Module], blocks: frozenset[str]) -> list[int]:
@@ -162,13 +178,13 @@ def _passing(step: Step, modules: Sequence[Module], away: Away, window_bytes: in
     found: list[Storage] = []
     summed_sizes = {step.storages[i].nbytes for i in away.gradients} if away.is_summed else set()
     for index, users in sorted(away.users.items()):
-        num_bytes = round_up(like[index].nbytes)
+        num_bytes = _place_bytes(like[index])
         for begin, end in _merged(span for unit in users for span in spans.get(unit, ())):
             if index not in away.staying:
                 found.append(_stay(like[index], num_bytes, begin, end, step))
             if like[index].nbytes in summed_sizes and step.ops[end - 1].phase == "backward":
                 found.append(_stay(like[index], num_bytes, max(begin, _backward_start(step, end)), end, step))
-    sizes = sorted((round_up(step.storages[i].nbytes) for i in away.gradients), reverse=True)
+    sizes = sorted((_place_bytes(step.storages[i]) for i in away.gradients), reverse=True)
     for phase, num_bytes in (
         ("backward", _spilling_bytes(sizes, window_bytes)),
         ("optimizer", _stepping_bytes(sizes, window_bytes, leaves=len(away.staying) < len(away.users))),

@@ -73,7 +73,8 @@ class Phases:
         evaluation: translated; None leaves the phase out.
         after_evaluation: the training step that follows it, where that is not like the steady one.
         num_batches: micro-batches of a step, see `with_waiting_batches`.
-        resumed: a steady step with all that stands after a state dict was loaded; None for the steady one given.
+        resumed: a steady step with all that stands after a model was built and a state dict was loaded; None for the
+            steady one given.
     """
 
     def __init__(
@@ -90,12 +91,12 @@ class Phases:
         loaded = steady if resumed is None else resumed
         self._host, self._loaded_host = host_bytes_of(steps[1]), host_bytes_of(loaded)
         self._evaluation_host = None if evaluation is None else host_bytes_of(evaluation)
-        self.built = _events(_standing_alone(steady, "parameter", "buffer"))
+        self.built = _events(_standing_alone(loaded, "parameter", "buffer"))
         self.resuming = _events(_standing_alone(loaded, "parameter", "buffer", "optimizer_state"))
         evaluated = (
             () if evaluation is None else (_between_steps(evaluation, steady), after, *([steady] * (NUM_STEADY - 1)))
         )
-        self.run = _events(first, *([steady] * NUM_STEADY), *evaluated, _standing_alone(steady))
+        self.run = _events(first, *([steady] * NUM_STEADY), *evaluated, _saved(steady, loaded))
         """Holds the steps of the run in order: a first and steady ones; evaluated, that and steady ones after it; and
         what stands between steps at the end."""
 
@@ -174,6 +175,14 @@ def _standing_alone(steady: Step, *categories: str) -> Step:
         if not categories or storage.category in categories
     )
     return msgspec.structs.replace(steady, ops=steady.ops[:1], storages=storages, saved=(), calls=(), marks=())
+
+
+def _saved(steady: Step, loaded: Step) -> Step:
+    """Returns what stands between steps while the model's state dict is held: all parameters are there for it."""
+    between = _standing_alone(steady)
+    others = (storage for storage in between.storages if storage.category != "parameter")
+    parameters = _standing_alone(loaded, "parameter").storages
+    return msgspec.structs.replace(between, storages=(*others, *parameters))
 
 
 def _between_steps(evaluation: Step, steady: Step) -> Step:

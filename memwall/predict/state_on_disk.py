@@ -93,7 +93,7 @@ def with_state_on_disk(
     buffers = buffer_sizes(state_sizes(step, min_bytes), bucket_bytes) if comes_back else ()
     if comes_back:
         most_bytes = max(resident_bytes, *buffers)  # stepped at once
-        _shrink_temporaries(storages, step, most_bytes / (away_bytes + resident_bytes))
+        shrink_temporaries(storages, step, most_bytes / (away_bytes + resident_bytes))
     storages.extend(
         msgspec.structs.replace(
             like,
@@ -135,13 +135,15 @@ def as_stepped_at_once(step: Step, names: Sequence[str], sizes: Sequence[int]) -
     return msgspec.structs.replace(step, storages=(*step.storages, *others))
 
 
-def _shrink_temporaries(storages: list[Storage], step: Step, share: float) -> None:
+def shrink_temporaries(storages: list[Storage], step: Step, share: float) -> None:
     """Leaves of a device's temporaries, which a foreach step makes for all parameters, those of a share of them."""
     made_at: dict[int, list[int]] = {}
-    for number, storage in enumerate(step.storages):
-        is_temporary = storage.category == "temporary" and storage.device_type == "cuda"
-        if is_temporary and storage.birth >= 0 and step.ops[storage.birth].phase == "optimizer":
-            made_at.setdefault(storage.birth, []).append(number)
+    for op_number, op in enumerate(step.ops):
+        for number in op.outputs if op.phase == "optimizer" else ():  # what passes through is no operation's
+            storage = step.storages[number]
+            is_temporary = storage.category == "temporary" and storage.device_type == "cuda"
+            if is_temporary and storage.birth == op_number:
+                made_at.setdefault(op_number, []).append(number)
     for numbers in made_at.values():
         left_bytes = share * sum(storages[number].nbytes for number in numbers)
         for position, number in enumerate(sorted(numbers, key=lambda number: -storages[number].nbytes)):

@@ -4,6 +4,7 @@ Views of it, autograd's saved tensors among them, share its storage: they are va
 """
 
 from collections import deque
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -246,8 +247,33 @@ class PagedTensor:
         return memory_at(self._pages.address, self.num_bytes)
 
 
+class WrittenBehind(Protocol):
+    """Is a tensor that is written out beside the computation, and then gives up its memory."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Counts the memory that it takes."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Says whether the newest bytes are in their place, or on their way there."""
+
+    @property
+    def is_written(self) -> bool:
+        """Says whether no write of it is under way."""
+
+    def begin_write(self) -> None:
+        """Begins to write it out."""
+
+    def let_go(self) -> None:
+        """Gives up the memory: now, or once the write under way is done."""
+
+    def finish_write(self) -> None:
+        """Returns once the write under way is done; gives up memory that nobody wants."""
+
+
 class WriteBehind:
-    """Writes of paged tensors that go on beside the computation, within a bounded amount of memory.
+    """Holds writes of tensors that go on beside the computation, within a bounded amount of memory.
 
     Args:
         window_bytes: memory that may wait to be written; one tensor may always.
@@ -255,10 +281,10 @@ class WriteBehind:
 
     def __init__(self, window_bytes: int) -> None:
         self.window_bytes = window_bytes
-        self._queue: deque[PagedTensor] = deque()
+        self._queue: deque[WrittenBehind] = deque()
         self._queued_bytes = 0
 
-    def put_away(self, paged: PagedTensor) -> None:
+    def put_away(self, paged: WrittenBehind) -> None:
         """Lets go of a tensor, after writing it if its newest bytes are not on disk.
 
         Raises:

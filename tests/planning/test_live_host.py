@@ -24,6 +24,7 @@ from memwall.trace.workload import Workload
 
 WIDTH, NUM_LAYERS = 1024, 12
 STATE_BYTES = 2 * 4 * NUM_LAYERS * WIDTH * WIDTH
+HOOKED = "a hook runs when its gradient is accumulated"
 LINK = Machine(
     tiers=(Tier(name="host", write_bytes_per_second=2.4e10, read_bytes_per_second=2.1e10, free_bytes=64 << 30),)
 )
@@ -57,14 +58,15 @@ def of_activations(hardware: Hardware) -> Trace:
     return live(hardware, num_rows=16384)
 
 
-def smallest_bytes(trace: Trace) -> int:
+def smallest_bytes(trace: Trace, parameters_stay: str = "") -> int:
     with pytest.raises(InfeasibleError) as error:
-        make_plan(trace, Settings(budget_bytes=1))
+        make_plan(trace, Settings(budget_bytes=1, parameters_stay=parameters_stay))
     return error.value.smallest_feasible_bytes
 
 
-def at_the_smallest(trace: Trace, *allow: str) -> Plan:
-    return make_plan(trace, Settings(budget_bytes=smallest_bytes(trace), allow=allow))
+def at_the_smallest(trace: Trace, *allow: str, parameters_stay: str = "") -> Plan:
+    budget_bytes = smallest_bytes(trace, parameters_stay)
+    return make_plan(trace, Settings(budget_bytes=budget_bytes, allow=allow, parameters_stay=parameters_stay))
 
 
 def of_kind(plan: Plan, kind: type[Action]) -> list[Action]:
@@ -73,14 +75,23 @@ def of_kind(plan: Plan, kind: type[Action]) -> list[Action]:
 
 def test_optimizer_state_moves_to_host_memory(of_state: Trace) -> None:
     without = on_machine(of_state, tiers=())
-    assert smallest_bytes(of_state) < smallest_bytes(without) - STATE_BYTES // 2
-    plan = at_the_smallest(of_state)
+    assert smallest_bytes(of_state, HOOKED) < smallest_bytes(without) - STATE_BYTES // 2
+    plan = at_the_smallest(of_state, parameters_stay=HOOKED)
     (state,) = of_kind(plan, OptimizerPlacement)
     assert isinstance(state, OptimizerPlacement)
     assert state.tier == "host"
     assert not of_kind(plan, ParameterPlacement)
     assert plan.forecast.phases["steady_step"].host_bytes == state.saved_bytes
     assert any("are read from host memory and written in each step" in line for line in plan.forecast.binding)
+
+
+def test_where_that_is_not_enough_parameters_and_gradients_move_there_too(of_state: Trace) -> None:
+    assert smallest_bytes(of_state) < smallest_bytes(of_state, HOOKED) - STATE_BYTES // 8
+    plan = at_the_smallest(of_state)
+    (parameters,) = of_kind(plan, ParameterPlacement)
+    assert isinstance(parameters, ParameterPlacement)
+    assert parameters.tier == "host"
+    assert of_kind(plan, OptimizerPlacement)
 
 
 def test_saved_tensors_move_to_host_memory_and_wear_no_disk(of_activations: Trace) -> None:
@@ -115,7 +126,7 @@ def test_what_was_measured_of_the_link_decides_what_passes_it(of_activations: Tr
 
 def test_the_cpu_steps_where_that_is_allowed_and_it_was_measured_fast(of_state: Trace) -> None:
     def is_stepped_on_cpu(trace: Trace, *allow: str) -> bool:
-        found = at_the_smallest(trace, *allow)
+        found = at_the_smallest(trace, *allow, parameters_stay=HOOKED)
         return bool(of_kind(found, StepOnCpu)) and not of_kind(found, OptimizerPlacement)
 
     fast, slow = (on_machine(of_state, cpu_step_bytes_per_second=speed) for speed in (1e12, 1e9))

@@ -66,9 +66,9 @@ def test_it_is_legal_on_a_cpu_without_autocast_for_parameters_that_their_own_mod
 ) -> None:
     trace = a_trace("gpt")
     assert can_move_parameters(trace, MIB, MIB) is None
-    elsewhere = msgspec.structs.replace(trace, device="cuda")
+    elsewhere = msgspec.structs.replace(trace, device="mps")
     assert can_move_parameters(elsewhere, MIB, MIB) == (
-        "parameters move to disk from CPU memory only; the trace is of device 'cuda'"
+        "parameters move from CPU and CUDA memory only; the trace is of device 'mps'"
     )
     lower = msgspec.structs.replace(trace, autocast="bfloat16")
     assert can_move_parameters(lower, MIB, MIB) == (

@@ -1,6 +1,6 @@
-"""Gradients on disk between the backward that made them and the step that uses them.
+"""Gradients away, on disk or in the host's memory, between the backward that made them and the step that uses them.
 
-`parameter.grad` is then a tensor without elements. Reading from it reads the disk, an operation at a time; what scales
+`parameter.grad` is then a tensor without elements. Reading from it brings it back, an operation at a time; what scales
 or clips it in place is noted and done when its elements are next in memory; what cannot be done so brings it back for
 good. Clipping by norm therefore runs torch's own code, on a few gradients at a time.
 """
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memwall.apply.streaming.places import Streamed, StreamingPlace
 from memwall.errors import ApplyError
-from memwall.store.paged import PagedTensor, WriteBehind
-from memwall.store.transfer import TransferPool
+from memwall.store.paged import WriteBehind
 from memwall.torch_internals.dispatch import disabled_torch_function, make_wrapper, without_dispatch_modes
 from memwall.torch_internals.operators import schema_of
 from memwall.torch_internals.storages import weak_tensor_dict
@@ -67,7 +67,7 @@ class GradientStore:
     """Keeps one parameter's gradient, over all steps.
 
     Args:
-        pool: the threads and the file.
+        place: where they go.
         writes: takes gradients to be written.
         reductions: what to compute of each gradient while it is in memory.
         parameter: gives dtype, shape and strides.
@@ -77,17 +77,17 @@ class GradientStore:
 
     def __init__(
         self,
-        pool: TransferPool,
+        place: StreamingPlace,
         writes: WriteBehind,
         reductions: Reductions,
         parameter: Tensor,
         label: str,
         put_back: Callable[[Tensor], None],
     ) -> None:
-        self._pool, self._writes, self._reductions = pool, writes, reductions
+        self._place, self._writes, self._reductions = place, writes, reductions
         self.label, self._put_back = label, put_back
         self._like = parameter
-        self._paged: PagedTensor | None = None
+        self._paged: Streamed | None = None
         self._numbers: dict[str, Tensor] = {}
         self._deferred: list[Operation] = []
         # How many of these are done in memory; on disk none is.
@@ -207,9 +207,9 @@ class GradientStore:
             self._reductions.note(operation)
         return found
 
-    def _paged_tensor(self) -> PagedTensor:
+    def _paged_tensor(self) -> Streamed:
         if self._paged is None:
-            self._paged = PagedTensor(self._pool, self._like, self.label)
+            self._paged = self._place.like(self._like, self.label)
         return self._paged
 
 

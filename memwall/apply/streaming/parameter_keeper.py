@@ -15,6 +15,7 @@ from memwall.apply.streaming.building import Building, leaves_no_room
 from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.apply.streaming.places import DiskPlace, HostPlace
 from memwall.apply.streaming.stream_units import hooked_parameters
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.machine.limits import memory_limit_bytes
@@ -31,12 +32,14 @@ _log = logging.getLogger(__name__)
 # What a step makes beside parameters, gradients and what passes to disk, at least: small tensors, graph nodes, Python
 # objects, and what a layer computes and its operator takes for itself.
 _SLACK_BYTES = 40 << 20
+_CPU = torch.device("cpu")
 
 
 def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:
-    """Returns None if a model's parameters can be on disk between their uses, as far as it is known, else why not."""
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        return "parameters move to disk from CPU memory only"
+    """Returns None if a model's parameters can be away between their uses, as far as it is known, else why not."""
+    device, *others = {parameter.device for parameter in model.parameters()} or {_CPU}
+    if others or device.type not in ("cpu", "cuda"):
+        return "parameters move from the memory of a CPU or of one CUDA device only"
     if len(models_of(model)) > 1:
         return "several models are trained together, and each is stepped in its own turn"
     optimizers = optimizers_of(given)
@@ -44,6 +47,8 @@ def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:
         return f"several optimizers step the model ({joint_name(optimizers)}), whose state stays in memory"
     if not can_place(optimizers):
         return f"{joint_name(optimizers)} cannot be stepped a few parameters at a time"
+    if device.type == "cuda" and kept_space() is not None:
+        return "each step of this run is committed to disk, and a commit takes nothing from below a device"
     if num_processes() > 1:
         return f"this is one of {num_processes()} processes, which exchange gradients in memory"
     # Of those that are on disk already the hook is memwall's own.
@@ -55,21 +60,21 @@ def _hooked(names: Iterator[str]) -> str | None:
 
 
 def is_streamed(parameter: nn.Parameter) -> bool:
-    """Returns whether a parameter is on disk between its uses."""
+    """Returns whether a parameter is on disk, or below its device, between its uses."""
     return type(parameter) is not nn.Parameter
 
 
 def _open_tier(*, disk: str | None, capacity_bytes: int | None, window_bytes: int, min_bytes: int) -> ParameterTier:
-    """Returns a place for parameters on disk.
+    """Returns a tier for parameters on disk.
 
     Raises:
         StoreError: the directory is missing, read-only, full, or a RAM disk.
     """
-    pool = open_scratch_pool(disk, capacity_bytes)
+    place = DiskPlace(open_scratch_pool(disk, capacity_bytes))
     # Of a run that is committed, parameters lie where a commit need only name them.
     kept = kept_space()
-    values_pool = None if kept is None else kept.pool
-    return ParameterTier(pool, window_bytes=window_bytes, min_bytes=min_bytes, values_pool=values_pool)
+    values_place = None if kept is None else DiskPlace(kept.pool)
+    return ParameterTier(place, window_bytes=window_bytes, min_bytes=min_bytes, values_place=values_place)
 
 
 def open_parameter_streaming(
@@ -77,15 +82,17 @@ def open_parameter_streaming(
     *,
     disk: str | None,
     capacity_bytes: int | None,
+    host_limit_bytes: int = 0,
     window_bytes: int,
     min_bytes: int,
     blocks: Sequence[str] | None = None,
     has_root: bool = True,
     built: ParameterTier | None = None,
 ) -> tuple[ParameterStreaming, Callable[[], None]]:
-    """Puts a model's parameters and gradients on disk.
+    """Puts a model's parameters and gradients on disk, or those of a CUDA device in the host's memory.
 
     Args:
+        host_limit_bytes: the most host memory to take, for parameters on CUDA.
         built: has some of them already; it is closed as well where this fails.
 
     Returns:
@@ -93,11 +100,15 @@ def open_parameter_streaming(
 
     Raises:
         ApplyError: a block is missing or cannot be wrapped.
-        StoreError: the directory is missing, read-only, full, or a RAM disk.
+        StoreError: the directory is missing, read-only, full, or a RAM disk; or the host has no room.
     """
     kept = kept_space()
-    tier = built
-    if tier is None:
+    tier, device = built, next((parameter.device for parameter in model.parameters()), _CPU)
+    if device.type == "cuda":
+        tier = ParameterTier(
+            HostPlace(device, limit_bytes=host_limit_bytes), window_bytes=window_bytes, min_bytes=min_bytes
+        )
+    elif tier is None:
         tier = _open_tier(disk=disk, capacity_bytes=capacity_bytes, window_bytes=window_bytes, min_bytes=min_bytes)
     tier.forget_unused()
     tier.set_window(window_bytes)
@@ -108,7 +119,7 @@ def open_parameter_streaming(
         raise
     if kept is not None:
         kept.parameters = streaming
-    _log.info("%s of the parameters are on disk in %s", format_bytes(streaming.away_bytes), tier.pool.scratch.path)
+    _log.info("%s of the parameters are %s", format_bytes(streaming.away_bytes), tier.place.words)
 
     def close() -> None:
         try:
@@ -124,7 +135,7 @@ def open_parameter_streaming(
         finally:
             if kept is not None:
                 kept.parameters = None
-            tier.pool.close()
+            tier.place.close()
 
     return streaming, close
 
@@ -229,21 +240,24 @@ class ParameterKeeper:
 
         return step
 
-    def place(self, model: nn.Module, action: ParameterPlacement) -> None:
+    def place(self, model: nn.Module, action: ParameterPlacement, *, host_limit_bytes: int = 0) -> None:
         """Puts parameters where a plan has them, from wherever they are.
+
+        Args:
+            host_limit_bytes: the most host memory to take, for parameters on CUDA.
 
         Raises:
             ApplyError: this model cannot have its parameters there.
             StoreError: the directory is missing, read-only, full, or a RAM disk.
         """
         if self._streaming is None:
-            reason = self._why_not_streamed(model, None)
+            reason = self._why_not_streamed(model, None) or _elsewhere(model, action)
             if reason is not None:
                 raise ApplyError(
                     f"the plan keeps parameters on the {action.tier}, which cannot be done here: {reason}; make a plan "
                     "without that, for a larger budget"
                 )
-            self._open(model, action.blocks, action.window_bytes, action.min_bytes)
+            self._open(model, action.blocks, action.window_bytes, action.min_bytes, host_limit_bytes=host_limit_bytes)
         if self._streaming is not None:
             self._streaming.let_stay(action.staying)
 
@@ -262,6 +276,8 @@ class ParameterKeeper:
         """
         if self._streaming is not None:  # a step that is recorded once more
             return True
+        if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+            return False
         lacks = _lacks_room(model, allocator, budget_bytes, self.built_bytes)
         self.stays_from_bytes = process_bytes() + _coming_bytes(model, self.built_bytes)
         if not lacks:
@@ -323,12 +339,21 @@ class ParameterKeeper:
         """Returns the bytes written to disk and read from it since this was asked last."""
         return self._opened.moved_bytes()
 
-    def _open(self, model: nn.Module, blocks: tuple[str, ...] | None, window_bytes: int, min_bytes: int) -> None:
+    def _open(
+        self,
+        model: nn.Module,
+        blocks: tuple[str, ...] | None,
+        window_bytes: int,
+        min_bytes: int,
+        *,
+        host_limit_bytes: int = 0,
+    ) -> None:
         self._opened.hold(
             open_parameter_streaming(
                 model,
                 disk=self._disk,
                 capacity_bytes=self._capacity_bytes,
+                host_limit_bytes=host_limit_bytes,
                 window_bytes=window_bytes,
                 min_bytes=min_bytes,
                 blocks=blocks,
@@ -356,6 +381,13 @@ class ParameterKeeper:
     def _why_not_streamed(self, model: nn.Module, optimizers: Optimizers) -> str | None:
         """Returns why not, before anything of this keeper hooks parameters itself."""
         return why_not_streamed(model, optimizers) or _hooked(name for name, _ in hooked_parameters(model))
+
+
+def _elsewhere(model: nn.Module, action: ParameterPlacement) -> str | None:
+    """Returns None if a model's parameters are above the tier of the plan, else what they are on."""
+    devices = {parameter.device.type for parameter in model.parameters()}
+    above = "cuda" if action.tier == "host" else "cpu"
+    return None if devices <= {above} else f"its parameters are on {', '.join(sorted(devices))}, not on {above}"
 
 
 def _lacks_room(model: nn.Module, allocator: AllocatorHandler, budget_bytes: int, coming_bytes: int) -> bool:

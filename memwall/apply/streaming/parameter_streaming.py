@@ -1,7 +1,7 @@
-"""Parameters and gradients on disk, a few blocks at a time in memory: forward, backward and step give the same bits.
+"""Parameters and gradients below memory, a few blocks at a time there: forward, backward and step give the same bits.
 
 A block's forward brings its parameters in and lets them go. In backward the gradient of a block's output brings them
-back, the block before it is read ahead, and each gradient goes to disk as soon as autograd has accumulated it. A step
+back, the block before it is read ahead, and each gradient leaves as soon as autograd has accumulated it. A step
 has a few parameters, their gradients and their state in memory at a time; `OptimizerState` asks for them.
 """
 
@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 class ParameterStreaming:
-    """Keeps the parameters and gradients of a model on disk until `undo`.
+    """Keeps the parameters and gradients of a model away until `undo`.
 
     Args:
-        model: on the CPU.
+        model: on the device of the tier's place.
         tier: where parameters go; those of the model that are in it already stay there.
         blocks: paths of the modules that are brought in as one; None finds what is repeated in the model.
         has_root: whether the model's own parameters leave too, those that are in none of its children. Where its
@@ -143,13 +143,13 @@ class ParameterStreaming:
 
     @property
     def bytes_written(self) -> int:
-        """Counts the bytes given to the disk so far."""
-        return self.tier.pool.bytes_written
+        """Counts the bytes that went to their place so far."""
+        return self.tier.place.bytes_written
 
     @property
     def bytes_read(self) -> int:
-        """Counts the bytes fetched from the disk so far."""
-        return self.tier.pool.bytes_read
+        """Counts the bytes fetched from there so far."""
+        return self.tier.place.bytes_read
 
     def end_showing(self) -> None:
         """Lets go of what is shown, between a step and the next forward."""
@@ -330,6 +330,7 @@ class ParameterStreaming:
         for unit in list(self._held):
             self._release_held(unit)
         self._stop_reading_ahead_but()
+        self.tier.end_phase()
 
     def _watch_gradient(self, member: StreamedParameter) -> None:
         def accumulated(_: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Parameters that live on disk, and come into memory for as long as somebody holds or uses them.
+"""Parameters that live below memory, and come there for as long as somebody holds or uses them.
 
 A parameter keeps its identity: the optimizer's groups, tied modules and hooks refer to the same object as before. Its
-storage keeps its address too, so that what autograd has saved of it is valid again as soon as the bytes are back.
+storage stays too, so that what autograd has saved of it is valid again as soon as the bytes are back.
 """
 
 import logging
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from memwall.apply.streaming.gradients import Reductions, StandsFor
 from memwall.apply.streaming.guard import guarded, unguarded
+from memwall.apply.streaming.places import StreamingPlace
 from memwall.apply.streaming.streamed_parameter import StreamedParameter, num_references_of, usual_references
 from memwall.errors import ApplyError
 from memwall.patches import Patch, Patches
 from memwall.store.buckets import can_move
 from memwall.store.page_map import is_only_for_tensors
 from memwall.store.paged import WriteBehind
-from memwall.store.transfer import TransferPool
 from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.trees import tree_leaves
@@ -34,20 +34,25 @@ _OTHERS = " (others that follow are not named; MEMWALL_LOG=info shows each)"
 
 
 class ParameterTier:
-    """Keeps parameters on disk.
+    """Keeps parameters below memory: on disk, or in the host's memory below a device.
 
     Args:
-        pool: the threads and the file.
+        place: the disk, or the host's memory below a device.
         window_bytes: memory for parameters that are used outside blocks, and again for what waits to be written.
         min_bytes: smaller parameters are not taken.
-        values_pool: the threads and the file for parameters, if not those of gradients.
+        values_place: the place of parameters, if not that of gradients.
     """
 
     def __init__(
-        self, pool: TransferPool, *, window_bytes: int, min_bytes: int, values_pool: TransferPool | None = None
+        self,
+        place: StreamingPlace,
+        *,
+        window_bytes: int,
+        min_bytes: int,
+        values_place: StreamingPlace | None = None,
     ) -> None:
-        self.pool, self.window_bytes, self.min_bytes = pool, window_bytes, min_bytes
-        self.values_pool = pool if values_pool is None else values_pool
+        self.place, self.window_bytes, self.min_bytes = place, window_bytes, min_bytes
+        self.values_place = place if values_place is None else values_place
         self.writes = WriteBehind(window_bytes)
         self.reductions = Reductions()
         self.stands_for: StandsFor | None = None
@@ -85,7 +90,7 @@ class ParameterTier:
 
     @torch.no_grad()
     def adopt(self, parameter: nn.Parameter, name: str) -> StreamedParameter | None:
-        """Takes a parameter, unless it is small, no plain CPU parameter, or shares its memory with another tensor.
+        """Takes a parameter, unless it is small, no plain one of the place's device, or shares its memory with another.
 
         Raises:
             StoreError: no room on disk, or a transfer failed.
@@ -94,9 +99,11 @@ class ParameterTier:
             return self._members[id(parameter)]
         if type(parameter) is not nn.Parameter or parameter.is_inference():
             return None
-        if num_references_of(parameter) > usual_references() or not can_move(parameter.detach(), self.min_bytes):
+        if num_references_of(parameter) > usual_references() or not can_move(
+            parameter.detach(), self.min_bytes, self.place.device
+        ):
             return None
-        if parameter.untyped_storage().nbytes() != parameter.nbytes or parameter.is_shared():
+        if parameter.untyped_storage().nbytes() != parameter.nbytes or _is_shared(parameter):
             return None
         if not (parameter.untyped_storage().resizable() or is_only_for_tensors(parameter.data_ptr())):
             return None
@@ -148,6 +155,11 @@ class ParameterTier:
                 self._used.pop(member, None)
                 if not member.stays:
                     self.writes.put_away(member.values)
+
+    def end_phase(self) -> None:
+        """Lets go of what is being written, where nobody has to wait for that: before a step, and before a forward."""
+        if self.place.waits_in_order:
+            self.writes.drain()
 
     def use(self, members: Sequence[StreamedParameter], run: Callable[[], Any]) -> Any:
         """Runs code that uses parameters outside their blocks, and may change them.
@@ -283,7 +295,7 @@ class ParameterTier:
             for member in list(self):
                 self.give_up(member)
         finally:
-            self.pool.close()
+            self.place.close()
 
     def forget_unused(self) -> None:
         """Gives back the place of parameters that nobody else has: of a model that was built in vain, or made anew.
@@ -322,6 +334,11 @@ class ParameterTier:
         if not self._members and self._patch is not None:
             self._patch.undo()
             self._patch = None
+
+
+def _is_shared(parameter: nn.Parameter) -> bool:
+    """Tells whether other processes may see its memory: of a device's torch says that always."""
+    return parameter.device.type == "cpu" and parameter.is_shared()
 
 
 def _is_alike(new: Tensor, parameter: nn.Parameter) -> bool:

@@ -34,6 +34,7 @@ class StreamedStep:
         """Says that a step is over: what is stepped next is not stepped after what was stepped last."""
         self._last = None
         self._stop_reading_ahead_but(())
+        self._tier.end_phase()
 
     def around(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a step that brings in a window of the parameters that it steps."""

@@ -1,4 +1,4 @@
-"""One parameter that lives on disk: where its elements and its gradient are, and who else holds its memory."""
+"""One parameter that lives below memory: where its elements and its gradient are, and who else holds its memory."""
 
 import functools
 import weakref
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from memwall.apply.streaming.gradients import GradientStore, Reductions, StandsFor
 from memwall.apply.streaming.guard import Guard, guarded
+from memwall.apply.streaming.places import Streamed, StreamingPlace
 from memwall.patches import Patch
 from memwall.store.page_map import return_file_pages
-from memwall.store.paged import PagedTensor, WriteBehind
-from memwall.store.transfer import TransferPool
+from memwall.store.paged import WriteBehind
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.storages import num_references
 
 
 class StreamingTier(Protocol):
-    """Keeps parameters on disk, and decides when each is in memory; `ParameterTier` says what each name is."""
+    """Keeps parameters below memory, and decides when each is in memory; `ParameterTier` says what each name is."""
 
-    pool: TransferPool
-    values_pool: TransferPool
+    place: StreamingPlace
+    values_place: StreamingPlace
     writes: WriteBehind
     reductions: Reductions
     stands_for: StandsFor | None
@@ -54,10 +54,9 @@ class StreamedParameter:
         """Says whether a graph may have saved it, so that references to its storage tell nothing."""
         self.gradient_hook: Patch | None = None
         """Sees its gradient arrive; goes when it leaves the tier."""
-        self.values = PagedTensor(tier.values_pool, parameter.detach(), name)
-        self.values.tensor.copy_(parameter.detach())
+        self.values: Streamed = tier.values_place.take(parameter.data, name)
         self.gradient = GradientStore(
-            tier.pool,
+            tier.place,
             tier.writes,
             tier.reductions,
             self.values.tensor,
@@ -65,8 +64,9 @@ class StreamedParameter:
             partial(_put_gradient, weakref.ref(parameter)),
         )
         address = parameter.data_ptr()
-        parameter.data = self.values.tensor
-        return_file_pages(address, parameter.nbytes)  # of a checkpoint that was mapped
+        if self.values.tensor.data_ptr() != address:
+            parameter.data = self.values.tensor
+            return_file_pages(address, parameter.nbytes)  # of a checkpoint that was mapped
         self._num_own_references, self._was_aliased = num_references_of(parameter), False
         self.spill_gradient()
         guarded(parameter, self)

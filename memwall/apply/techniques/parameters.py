@@ -29,7 +29,7 @@ class ParameterHandler(Handler[ParameterPlacement]):
                 "in memory only where their state comes from disk too: make the plan again with `memwall plan`"
             )
         target.on_undo(target.parameters.bring_back, is_state=True)
-        target.parameters.place(target.model, self.action)
+        target.parameters.place(target.model, self.action, host_limit_bytes=target.host_limit_bytes or 0)
 
     def effect(self, target: Target) -> "ParameterEffect":
         return ParameterEffect(self.action, target.parameters)

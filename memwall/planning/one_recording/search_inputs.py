@@ -1,7 +1,7 @@
 """The inputs that all candidates of a search share: the recorded step, the process model, and the disk."""
 
 from memwall.planning.blocks import find_blocks
-from memwall.planning.location import Location, can_offload
+from memwall.planning.location import Location
 from memwall.planning.settings import Settings
 from memwall.predict.device import DeviceModel
 from memwall.predict.live_device import live_process
@@ -32,11 +32,6 @@ class SearchInputs:
             self.process.untreated(self.steady).fault_seconds,
             first_touch_seconds(self.steady, trace.names, trace.machine.fault_seconds_per_byte),
         )
-
-    @property
-    def has_disk(self) -> bool:
-        """Tells whether there is a disk below the memory that the step runs in."""
-        return self.trace.device == "cpu" and can_offload(self.trace) is None
 
     @property
     def capacity_bytes(self) -> int:

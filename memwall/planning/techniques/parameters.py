@@ -26,7 +26,8 @@ _STAYING_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 class ParameterPlacement(Action, frozen=True, kw_only=True, tag="parameter-placement"):
     """Keeps parameters and gradients on the next tier between their uses; goes with optimizer state there."""
 
-    tier: Literal["disk"]
+    tier: Literal["disk", "host"]
+    """"host" is pinned memory, for parameters on CUDA; below a CPU's memory is "disk"."""
     blocks: tuple[str, ...]
     """Modules whose parameters are brought in as one; outside them each module with parameters is one by itself."""
     staying: tuple[str, ...] = ()
@@ -49,15 +50,20 @@ class _Parameters(Technique[ParameterPlacement]):
     choice = "last-resort"
 
     def locations(self, inputs: SearchInputs, ordinary: tuple[Location, ...] | str) -> tuple[Location, ...] | str:
-        """Returns gradients on disk, and parameters: none of them first, all at last."""
+        """Returns gradients on the next tier, and parameters: none of them first, all at last."""
         trace, steady = inputs.trace, inputs.steady
         settings = inputs.settings
         kept = (technique_of(action).keeps_parameters for action in settings.standing)
         reason = settings.parameters_stay or next((reason for reason in kept if reason), "")
-        if reason or not inputs.has_disk:
+        next_tier = trace.machine.next_tier
+        if reason or next_tier is None:
             return reason
         if isinstance(ordinary, str):
-            return f"they go to disk only where the optimizer's state goes as well, and {ordinary}" if ordinary else ""
+            return (
+                f"they go to {next_tier.name} only where the optimizer's state goes as well, and {ordinary}"
+                if ordinary
+                else ""
+            )
         if not ordinary:
             return ""
         blocks = streamed_blocks(trace.modules)
@@ -72,7 +78,7 @@ class _Parameters(Technique[ParameterPlacement]):
             away = away_from(steady, trace.modules, blocks, MIN_PARAMETER_BYTES, staying=staying)
             stepped_bytes = _stepped_bytes(away, leanest)
             action = ParameterPlacement(
-                tier="disk",
+                tier=next_tier.name,
                 blocks=blocks,
                 staying=staying,
                 window_bytes=_window_of(steady),
@@ -89,6 +95,9 @@ class _Parameters(Technique[ParameterPlacement]):
         away = _away(trace, step, action)
         return with_parameters_on_disk(step, trace.modules, away, window_bytes=action.window_bytes)
 
+    def evaluation(self, trace: Trace, step: Step, action: ParameterPlacement) -> Step:
+        return self.step(trace, step, action)
+
     def what(self, action: ParameterPlacement) -> str:
         return f"parameters and gradients to {action.tier}"
 
@@ -102,33 +111,36 @@ class _Parameters(Technique[ParameterPlacement]):
     def binding(self, trace: Trace, actions: Sequence[ParameterPlacement]) -> Iterator[str]:
         for action in actions:
             yield (
-                f"{format_bytes(action.saved_bytes or 0)} of parameters and gradients are on disk between their uses: "
-                "parameters are read in each forward, backward and optimizer step, "
-                f"{format_bytes(action.written_bytes)} are written in a step"
+                f"{format_bytes(action.saved_bytes or 0)} of parameters and gradients are "
+                f"{'on disk' if action.tier == 'disk' else 'in host memory'} between their uses: parameters are read "
+                f"in each forward, backward and optimizer step, {format_bytes(action.written_bytes)} are written"
                 + (f"; the parameters of {len(action.staying)} modules stay in memory" if action.staying else "")
             )
+
+    def host_parameter_bytes(self, action: ParameterPlacement) -> int:
+        return (action.saved_bytes or 0) if action.tier == "host" else 0
 
 
 TECHNIQUE = _Parameters()
 
 
 def can_move_parameters(trace: Trace, away_bytes: int, capacity_bytes: int) -> str | None:
-    """Returns None if parameters and gradients can be on disk, once the optimizer's state is, else why not.
+    """Returns None if parameters and gradients can be on the next tier, once the optimizer's state is, else why not.
 
     Args:
-        away_bytes: bytes that would be on disk: parameters, gradients and state.
-        capacity_bytes: bytes that the disk may be used for.
+        away_bytes: bytes that would be there: parameters, gradients and state.
+        capacity_bytes: bytes that the next tier may be used for.
     """
-    if trace.device != "cpu":
-        return f"parameters move to disk from CPU memory only; the trace is of device '{trace.device}'"
+    if trace.device not in ("cpu", "cuda"):
+        return f"parameters move from CPU and CUDA memory only; the trace is of device '{trace.device}'"
     if trace.autocast != "none":
         return f"autocast to {trace.autocast} keeps copies of parameters in memory through a whole forward"
     if away_bytes == 0:
         return "no parameter is large enough to move, and used by its own module alone"
     if away_bytes > capacity_bytes:
         return (
-            f"parameters, gradients and optimizer state need {format_bytes(away_bytes)} of disk, there are "
-            f"{format_bytes(capacity_bytes)}"
+            f"parameters, gradients and optimizer state need {format_bytes(away_bytes)} of "
+            f"{'disk' if trace.device == 'cpu' else 'host memory'}, there are {format_bytes(capacity_bytes)}"
         )
     return None
 
@@ -142,13 +154,13 @@ def _location(inputs: SearchInputs, action: ParameterPlacement) -> Location:
     trace, steady = inputs.trace, inputs.steady
     sizes = [s.nbytes for s in trace.steps[0].storages if s.category == "parameter"]
     largest_bytes = max(sizes, default=0)
-    # Parameters that leave as they are made are in memory a few at a time; others all are, until they leave.
+    # Parameters that leave as they are made are in memory a few at a time; others all are, until they leave: those of a
+    # CPU through copies, of a device from where they lie.
     is_built_there = inputs.settings.is_built_on_disk
-    building_bytes = (
-        passing_bytes(action.window_bytes, largest_bytes)
-        if is_built_there
-        else sum(sizes) + action.window_bytes + largest_bytes
-    )
+    if is_built_there:
+        building_bytes = passing_bytes(action.window_bytes, largest_bytes)
+    else:
+        building_bytes = sum(sizes) + (action.window_bytes + largest_bytes if trace.device == "cpu" else 0)
     away = _away(trace, steady, action)
     first = inputs.settings.first_step
     return Location(
@@ -158,8 +170,10 @@ def _location(inputs: SearchInputs, action: ParameterPlacement) -> Location:
         read_bytes=action.read_bytes or 0,
         # Other models' parameters that were built on disk stay there beside them, and nowhere else.
         grown_bytes=-(first.others_bytes if first is not None and is_built_there else 0),
-        built_bytes=trace.base_bytes + building_bytes,
-        paged_bytes=paged_bytes(steady, trace.modules, away, window_bytes=action.window_bytes),
+        built_bytes=inputs.process.base_bytes + building_bytes,
+        paged_bytes=(
+            paged_bytes(steady, trace.modules, away, window_bytes=action.window_bytes) if trace.device == "cpu" else 0
+        ),
         keeps_tier_busy=True,
     )
 
@@ -221,28 +235,30 @@ def _seconds(trace: Trace, steady: Step, away: Away, stepped_bytes: int) -> floa
     Args:
         stepped_bytes: of the parameters that leave, what the optimizer's step reads and writes.
 
-    The disk either reads or writes. Parameters are read in each forward and each backward, beside which gradients are
-    written; what these phases compute hides that as far as it goes. The optimizer's own transfers overlap with those of
-    its state, which hide behind it already: nothing is left to hide these. What is read arrives in pages that become
-    resident anew, on the cores that compute; a gradient is copied to where it is written from.
+    A disk, or a link to host memory, either reads or writes. Parameters are read in each forward and each backward,
+    beside which gradients are written; what these phases compute hides that as far as it goes. The optimizer's own
+    transfers overlap with those of its state, which hide behind it already: nothing is left to hide these. What is read
+    arrives in pages that become resident anew, on the cores that compute; a gradient is copied to where it is written
+    from. A device does neither.
     """
     machine, tier, num_passes = trace.machine, trace.machine.next_tier, trace.num_micro_batches
     assert tier is not None
     per_read, per_write = 1 / tier.read_bytes_per_second, 1 / tier.write_bytes_per_second
-    num_cores = max(1, trace.num_threads)
+    num_cores, is_on_cpu = max(1, trace.num_threads), trace.device == "cpu"
+    fault_seconds = machine.heap_fault_seconds_per_byte if is_on_cpu else 0.0
     computing = {"forward": 0.0, "backward": 0.0}
     for op in steady.ops:
         if op.phase in computing:
             computing[op.phase] += op.seconds
     written_bytes = num_passes * away.gradient_bytes
     read_bytes = _read_bytes(trace, away, stepped_bytes)
-    arriving_seconds = per_read + machine.heap_fault_seconds_per_byte / num_cores
+    arriving_seconds = per_read + fault_seconds / num_cores
     seconds = read_bytes["optimizer"] * arriving_seconds + stepped_bytes * per_write
-    seconds += written_bytes * machine.copy_seconds_per_byte
+    seconds += written_bytes * machine.copy_seconds_per_byte if is_on_cpu else 0.0
     for phase, computed in computing.items():
         out_bytes = written_bytes if phase == "backward" else 0
         disk_seconds = read_bytes[phase] * per_read + out_bytes * per_write
-        cpu_seconds = (read_bytes[phase] + out_bytes) * CPU_SECONDS_PER_BYTE
-        cpu_seconds += read_bytes[phase] * machine.heap_fault_seconds_per_byte
+        cpu_seconds = (read_bytes[phase] + out_bytes) * (CPU_SECONDS_PER_BYTE if is_on_cpu else 0.0)
+        cpu_seconds += read_bytes[phase] * fault_seconds
         seconds += max(disk_seconds - computed, cpu_seconds / num_cores)
     return seconds

@@ -14,6 +14,7 @@ from torch import nn
 from memwall.apply.streaming import building as parameter_building
 from memwall.apply.streaming.building import Building, leaves_no_room
 from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.apply.streaming.places import DiskPlace
 from memwall.store.transfer import TransferPool
 
 pytestmark = [pytest.mark.leaves_changed, pytest.mark.timeout(60), pytest.mark.usefixtures("one_thread")]
@@ -22,7 +23,7 @@ WINDOW_BYTES, LARGEST_BYTES = 32 * KIB, 48 * KIB
 
 @pytest.fixture
 def tier(state_pool: TransferPool) -> ParameterTier:
-    return ParameterTier(state_pool, window_bytes=WINDOW_BYTES, min_bytes=4 * KIB)
+    return ParameterTier(DiskPlace(state_pool), window_bytes=WINDOW_BYTES, min_bytes=4 * KIB)
 
 
 # When they leave.
@@ -221,16 +222,16 @@ def test_models_that_a_script_drops_do_not_pile_up_on_disk(tier: ParameterTier) 
     with Building(lambda _: True, lambda: tier):
         for _ in range(40):
             GPT()
-    assert tier.pool.scratch.used_bytes < 16 * sum(p.nbytes for p in GPT().parameters())
+    assert tier.place.pool.scratch.used_bytes < 16 * sum(p.nbytes for p in GPT().parameters())
 
 
 def test_what_a_script_no_longer_has_gives_its_disk_space_back(tier: ParameterTier) -> None:
     with Building(lambda _: True, lambda: tier):
         model = GPT()
         GPT()
-    whole_bytes = tier.pool.scratch.used_bytes
+    whole_bytes = tier.place.pool.scratch.used_bytes
     tier.forget_unused()
-    assert tier.pool.scratch.used_bytes < 0.6 * whole_bytes
+    assert tier.place.pool.scratch.used_bytes < 0.6 * whole_bytes
     assert {id(member.parameter) for member in tier} == {
         id(p) for name, p in model.named_parameters() if name in large(model)
     }

@@ -11,6 +11,7 @@ from torch import nn
 from memwall.apply.streaming.building import Building
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.apply.streaming.places import DiskPlace
 from memwall.errors import StoreError
 from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
@@ -21,7 +22,7 @@ WINDOW_BYTES = 64 * KIB
 
 @pytest.fixture
 def tier(state_pool: TransferPool) -> ParameterTier:
-    return ParameterTier(state_pool, window_bytes=WINDOW_BYTES, min_bytes=4 * KIB)
+    return ParameterTier(DiskPlace(state_pool), window_bytes=WINDOW_BYTES, min_bytes=4 * KIB)
 
 
 def built(make: Callable[[], nn.Module] = GPT) -> nn.Module:
@@ -106,7 +107,7 @@ def test_what_was_built_on_disk_trains_like_a_plain_model(tier: ParameterTier) -
 def test_a_full_disk_while_building_is_an_error_and_modules_are_as_before(tmp_path: Path) -> None:
     register = nn.Module.register_parameter
     with TransferPool(ScratchFile(tmp_path, capacity_bytes=100 * KIB)) as pool:
-        tier = ParameterTier(pool, window_bytes=WINDOW_BYTES, min_bytes=4 * KIB)
+        tier = ParameterTier(DiskPlace(pool), window_bytes=WINDOW_BYTES, min_bytes=4 * KIB)
         with pytest.raises(StoreError, match="more of disk are needed"), built_onto(tier):
             built()
     assert nn.Module.register_parameter is register

@@ -15,6 +15,7 @@ from memwall.apply.optimizer_state.partial_step import inner_step_of
 from memwall.apply.streaming.parameter_keeper import open_parameter_streaming
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.apply.streaming.places import DiskPlace
 from memwall.errors import ApplyError, MemwallError, OffloadIOError, StoreError
 from memwall.store.backend import SystemBackend
 from memwall.store.scratch import ScratchFile
@@ -175,7 +176,9 @@ def test_a_backward_that_begins_elsewhere_than_at_the_output_raises(is_tied: boo
     model = nn.Sequential(Aside(is_tied=is_tied), nn.Linear(64, 64))
     message = r"0\.(first|last)\.weight (before the|was read or written while it was on disk)"
     x = torch.ones(1, 64, requires_grad=True)
-    streaming = ParameterStreaming(model, ParameterTier(state_pool, window_bytes=KIB, min_bytes=KIB), blocks=("0",))
+    streaming = ParameterStreaming(
+        model, ParameterTier(DiskPlace(state_pool), window_bytes=KIB, min_bytes=KIB), blocks=("0",)
+    )
     out = model(x)
     aside: Tensor = model[0].aside  # type: ignore[assignment, union-attr]
     with pytest.raises(MemwallError, match=message):
@@ -275,7 +278,7 @@ def test_blocks_that_do_not_exist_or_overlap_are_refused(
 ) -> None:
     model = GPT()
     with pytest.raises(ApplyError, match=message):
-        ParameterStreaming(model, ParameterTier(state_pool, window_bytes=KIB, min_bytes=KIB), blocks=blocks)
+        ParameterStreaming(model, ParameterTier(DiskPlace(state_pool), window_bytes=KIB, min_bytes=KIB), blocks=blocks)
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
 
 
@@ -285,7 +288,7 @@ def test_a_hook_on_accumulated_gradients_is_refused(state_pool: TransferPool) ->
     with pytest.raises(
         ApplyError, match=r"layers\.0\.up\.weight has a hook that runs when its gradient is accumulated"
     ):
-        ParameterStreaming(model, ParameterTier(state_pool, window_bytes=KIB, min_bytes=KIB))
+        ParameterStreaming(model, ParameterTier(DiskPlace(state_pool), window_bytes=KIB, min_bytes=KIB))
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
 
 
@@ -332,7 +335,7 @@ def test_bytes_that_came_back_different_end_the_run(
     with TransferPool(ScratchFile(tmp_path, backend=backend), block_bytes=8 * KIB) as pool:
         model = GPT()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        streaming = ParameterStreaming(model, ParameterTier(pool, window_bytes=16 * KIB, min_bytes=4 * KIB))
+        streaming = ParameterStreaming(model, ParameterTier(DiskPlace(pool), window_bytes=16 * KIB, min_bytes=4 * KIB))
 
         def train() -> None:
             for step in range(2):

@@ -12,6 +12,7 @@ from torch import nn
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.apply.streaming.places import DiskPlace
 from memwall.store.buckets import DiskSpace
 from memwall.store.transfer import TransferPool
 from memwall.trace.records import Step
@@ -46,7 +47,7 @@ def recorded(
         step = builder.finish_step(optimizer)
         train_step(model, optimizer, 1, num_micro)
         return step, builder.trace(optimizer).names, everything(model, optimizer)
-    streaming = ParameterStreaming(model, ParameterTier(pool, window_bytes=16 * KIB, min_bytes=4 * KIB))
+    streaming = ParameterStreaming(model, ParameterTier(DiskPlace(pool), window_bytes=16 * KIB, min_bytes=4 * KIB))
     with torch._C.DisableTorchFunctionSubclass():
         builder.start_step(optimizer)
     streaming.tier.stands_for = builder.stands_for

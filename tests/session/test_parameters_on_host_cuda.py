@@ -1,0 +1,116 @@
+"""A plan for a device that has no room for gradients has parameters and gradients in host memory; a run holds it."""
+
+import hashlib
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fake_steps import record_fake
+from torch import Tensor, nn
+
+import memwall
+from memwall.errors import InfeasibleError
+from memwall.machine.hardware import hardware_named
+from memwall.planning.planfile import Plan
+from memwall.planning.search import make_plan
+from memwall.planning.settings import Settings
+from memwall.planning.techniques.allocator import AllocatorReuse
+from memwall.planning.techniques.parameters import ParameterPlacement
+from memwall.predict.cuda.translate import recording_for, translated
+from memwall.trace.workload import Workload
+
+pytestmark = [pytest.mark.phantom(card="a100-80gb"), pytest.mark.timeout(300)]
+MIB = 1 << 20
+WIDTH, NUM_LAYERS = 1024, 12
+MODEL_BYTES = 4 * NUM_LAYERS * WIDTH * WIDTH
+HARDWARE = hardware_named("a100-80gb")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def made() -> nn.Module:
+    return nn.Sequential(*(Layer() for _ in range(NUM_LAYERS)))
+
+
+def stepping(parameters: Iterable[Any], **settings: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, **(settings or {"foreach": False}))
+
+
+def plan_for(share: float, **settings: bool) -> tuple[Plan, Plan]:
+    """The plan under which nothing needs to be done, and that for so much of its bytes beside the device's own."""
+    workload = Workload(
+        model=made,
+        batch=lambda: torch.ones(8, WIDTH),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda parameters: stepping(parameters, **settings),
+    )
+    recording = recording_for(HARDWARE)
+    fake = record_fake(workload, target="cuda", workspaces=recording.workspaces, choices=recording.choices())
+    trace = translated(fake, HARDWARE, host_bytes=1 << 30)
+    asked = Settings(budget_bytes=HARDWARE.usable_bytes, hardware=HARDWARE)
+    ample = make_plan(trace, asked)
+    base_bytes = HARDWARE.context_bytes[0]
+    own_bytes = ample.forecast.peak.process_bytes - base_bytes
+    return ample, make_plan(trace, msgspec.structs.replace(asked, budget_bytes=base_bytes + int(share * own_bytes)))
+
+
+def trained(plan: Plan | None, **settings: bool) -> tuple[str, int]:
+    """Returns a digest of weights and state, and the most bytes that the last step held.
+
+    The allocator has started with other settings than the plan may ask for; what it reserves without them is more.
+    """
+    if plan is not None:
+        actions = tuple(one for one in plan.actions if not isinstance(one, AllocatorReuse))
+        forecast = msgspec.structs.replace(plan.forecast, actions=actions, budget_bytes=HARDWARE.usable_bytes)
+        plan = msgspec.structs.replace(plan, forecast=forecast)
+    torch.manual_seed(0)
+    model = made().cuda()
+    optimizer = stepping(list(model.parameters()), **settings)
+    with nullcontext() if plan is None else memwall.fit(model, optimizer, plan=plan):
+        for step in range(4):
+            torch.cuda.reset_peak_memory_stats()
+            torch.manual_seed(step)
+            model(torch.randn(8, WIDTH, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peak_bytes = torch.cuda.max_memory_allocated()
+        found = hashlib.sha256()
+        for tensor in model.state_dict().values():
+            found.update(tensor.cpu().numpy().tobytes())
+        for _, tensors in sorted(optimizer.state_dict()["state"].items()):
+            for _, value in sorted(tensors.items()):
+                found.update(value.cpu().numpy().tobytes())
+    return found.hexdigest(), peak_bytes
+
+
+@pytest.mark.parametrize("settings", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_a_plan_for_less_than_state_leaves_has_parameters_on_the_host_and_the_device_holds_what_is_foreseen(
+    settings: dict[str, bool],
+) -> None:
+    _, plan = plan_for(0.39, **settings)
+    (action,) = (one for one in plan.actions if isinstance(one, ParameterPlacement))
+    steady = plan.forecast.phases["steady_step"]
+    assert (action.tier, action.exactness) == ("host", "bit-exact")
+    assert any("of parameters and gradients are in host memory" in line for line in plan.forecast.binding)
+    assert (steady.host_bytes or 0) > 2 * MODEL_BYTES  # the state alone
+    assert plan.forecast.phases["build"].allocated_bytes >= MODEL_BYTES
+    plain, plain_bytes = trained(None, **settings)
+    found, held_bytes = trained(plan, **settings)
+    assert found == plain
+    assert held_bytes == pytest.approx(steady.allocated_bytes, rel=0.01)
+    assert held_bytes < plain_bytes / 2
+
+
+def test_what_does_not_fit_while_it_is_built_is_refused() -> None:
+    with pytest.raises(InfeasibleError):
+        plan_for(0.2)
