@@ -176,13 +176,14 @@ def test_a_run_is_not_written_over(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.usefixtures("freezes")
 @pytest.mark.parametrize("is_frozen", [True, False])
-def test_another_model_is_refused_with_its_differences(tmp_path: Path, is_frozen: bool) -> None:
+def test_another_model_is_refused_with_its_differences(
+    tmp_path: Path, is_frozen: bool, request: pytest.FixtureRequest
+) -> None:
     """GIVEN the committed model as garbage WHEN the run is resumed with another one THEN the garbage is left alone."""
-    gc.unfreeze()
-    gc.collect()
     if is_frozen:
+        request.getfixturevalue("freezes")
+        gc.collect()
         gc.freeze()
     gc.disable()
     try:
