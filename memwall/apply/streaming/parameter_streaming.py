@@ -20,11 +20,13 @@ from memwall.apply.streaming.step import StreamedStep
 from memwall.apply.streaming.stream_units import Call, Unit, find_units, hooked_parameters, repeated_blocks, tensors_in
 from memwall.apply.streaming.streamed_parameter import StreamedParameter
 from memwall.errors import ApplyError, MemwallError
+from memwall.machine.limits import free_memory_bytes
 from memwall.patches import Patches
 from memwall.store.scratch import Slot
 from memwall.torch_internals.autograd import after_backward, current_node
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.attached import wrap_forward
+from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -267,7 +269,9 @@ class ParameterStreaming:
                 self._following[True, before_last, last] = None
             self._path = (None, None)
         with self._noting_failure():
-            _refuse_graph_of_backward(call.unit)
+            if torch.is_grad_enabled():
+                self._stay_for_graph_of_backward(call.unit)
+                return
             self._hold(call.unit, call.begin)
             # Autograd runs what was computed later first, so units whose call began after this one's end are done.
             for unit, reason in list(self._held.items()):
@@ -284,8 +288,32 @@ class ParameterStreaming:
 
     def _begin_recomputed(self, unit: Unit, _: Tensor) -> None:
         with self._noting_failure():
-            _refuse_graph_of_backward(unit)
+            if torch.is_grad_enabled():
+                self._stay_for_graph_of_backward(unit)
+                return
             self._hold(unit, self._held.get(unit))
+
+    def _stay_for_graph_of_backward(self, unit: Unit) -> None:
+        """Has all in memory for good: what a backward through the backward uses, no output's gradient announces.
+
+        Raises:
+            ApplyError: the machine has no room for them; rather than that the kernel ends the process.
+            StoreError: bytes cannot be read back.
+        """
+        members = self._members()
+        if not members:
+            return
+        what = f"backward through '{unit.name}' was asked for with create_graph=True (as gradient penalties do)"
+        absent = [m.values for m in members if m.parameter.device.type == "cpu" and not m.values.is_resident]
+        absent_bytes = sum(values.num_bytes for values in absent)
+        if absent_bytes > free_memory_bytes():
+            raise ApplyError(
+                f"{what}, which needs all parameters in memory, and there is no room for {format_bytes(absent_bytes)} "
+                "of them that are on disk; a smaller model has room"
+            )
+        _log.warning("%s: parameters and gradients stay in memory, which may pass the budget", what)
+        for member in members:
+            self.tier.give_up(member)
 
     def _hold_recomputed(self, unit: Unit) -> None:
         """Has a unit in memory that runs again in backward, with the others that the same node has made run again."""
@@ -357,15 +385,6 @@ class ParameterStreaming:
             inner: the step, of an optimizer that may be stepped a few parameters at a time (`inner_step_of`).
         """
         return self._step.around(inner)
-
-
-def _refuse_graph_of_backward(unit: Unit) -> None:
-    """Refuses a backward through the backward: what it uses is not announced by any output's gradient."""
-    if torch.is_grad_enabled():
-        raise ApplyError(
-            f"backward through '{unit.name}' was asked for with create_graph=True (as gradient penalties do), "
-            "which cannot be done with its parameters on disk; plan without streaming parameters"
-        )
 
 
 def _refuse_hooked(model: nn.Module) -> None:

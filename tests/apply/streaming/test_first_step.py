@@ -1,5 +1,6 @@
 """A step that has no room for its parameters: on disk while it is recorded, and when it is done again."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -216,4 +217,26 @@ def test_a_step_that_ran_out_of_memory_is_done_again_with_parameters_where_they_
             session.close()
         found.append(everything(model, optimizer))
     assert armed.num_failures == 1
+    assert differing(*found) == []
+
+
+def test_a_gradient_penalty_in_a_first_step_without_room_brings_all_back(without_room: None, tmp_path: Path) -> None:
+    """GIVEN a backward that is differentiated itself WHEN parameters were on disk THEN the run was refused."""
+    found = []
+    for is_under_session in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        fitted = memwall.fit(model, optimizer, budget=1 << 40, disk=str(tmp_path)) if is_under_session else None
+        with fitted or nullcontext() as session:
+            for _ in range(3):
+                x = torch.randn(8, 64, requires_grad=True)
+                out = model(x)
+                (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+                (out.mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if session is not None:
+                assert session._live.in_effect.parameters.away_bytes == 0
+        found.append(everything(model, optimizer))
     assert differing(*found) == []

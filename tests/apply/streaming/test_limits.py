@@ -3,6 +3,7 @@
 import logging
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from streamed_models import GPT, KIB, everything, loss_of, streamed, train_gpt
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from memwall.apply.optimizer_state.partial_step import inner_step_of
+from memwall.apply.streaming import parameter_streaming
 from memwall.apply.streaming.parameter_keeper import open_parameter_streaming
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
@@ -188,11 +191,35 @@ def test_a_backward_that_begins_elsewhere_than_at_the_output_raises(is_tied: boo
         model(x)
 
 
-def test_a_backward_through_the_backward_raises(state_pool: TransferPool) -> None:
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["saved", "run again in backward"])
+def test_a_backward_through_the_backward_brings_all_back_for_good(
+    is_checkpointed: bool, state_pool: TransferPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for is_streamed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        with streamed(model, state_pool) if is_streamed else nullcontext() as streaming:
+            for step in range(2):
+                x = torch.full((2, 64), 1.0 + step, requires_grad=True)
+                out = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+                (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+                (out.sum() + slope.square().sum()).backward()
+            if streaming is not None:
+                assert streaming.away_bytes == 0
+                assert caplog.text.count("was asked for with create_graph=True") == 1
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_backward_through_the_backward_that_the_machine_has_no_room_for_raises(
+    state_pool: TransferPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameter_streaming, "free_memory_bytes", lambda: 0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     with streamed(model, state_pool):
         x = torch.ones(1, 64, requires_grad=True)
-        with pytest.raises(ApplyError, match=r"backward through '2' was asked for with create_graph=True"):
+        with pytest.raises(ApplyError, match=r"'2' was asked for with create_graph=True .* no room for 16\.0 KiB"):
             torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
