@@ -185,9 +185,11 @@ def commits_line(directory: str, times: "CommitTimes") -> str:
 def _remarks(report: RunReport) -> Iterable[Text]:
     measured = report.measured
     if measured.num_replans:
-        yield Text(f"{measured.num_replans} plans were made again, as a step needed more than foreseen.")
+        number, what = measured.num_replans, "plan was" if measured.num_replans == 1 else "plans were"
+        yield Text(f"{number} {what} made again, as a step needed more than foreseen.")
     if measured.oom_recoveries:
-        yield Text(f"{measured.oom_recoveries} steps were done again after memory ran out.", style="yellow")
+        number, what = measured.oom_recoveries, "step was" if measured.oom_recoveries == 1 else "steps were"
+        yield Text(f"{number} {what} done again after memory ran out.", style="yellow")
     for line in time_findings(report):
         yield Text(line, style="yellow")
     for path, reason in sorted(measured.not_recomputed.items()):

@@ -118,7 +118,7 @@ class Recovery:
             self._live.in_effect.device_budget.lift()
             return
         _log.warning(
-            "a step used %s more than foreseen; a new plan makes up for it, and nothing needs to be done",
+            "a step used %s more than foreseen; a new plan makes up for it from now on",
             format_bytes(excess),
         )
         self._measured.count_replan()

@@ -295,7 +295,9 @@ class StepRecorder(StepMode):
 
     def _set_phase(self, phase: Phase) -> None:
         if phase != self._phase:
-            if phase == "forward" and self.log.has_mark("backward"):
+            # Several forwards may lie before one backward, as of two encoders.
+            last = next((name for name, _ in reversed(self.log.marks) if name in ("backward", "accumulation")), "")
+            if phase == "forward" and last == "backward":
                 self.log.mark("accumulation")
             self._phase = phase
             self.log.mark(phase)

@@ -321,3 +321,11 @@ class TestLossDifference:
 
     def test_nothing_to_compare(self) -> None:
         assert loss_difference(Outcome(name="a"), Outcome(name="b", losses=(1.0,))) == "-"
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_one_plan_and_one_step_are_told_as_one(run: RunReport, number: int) -> None:
+    measured = msgspec.structs.replace(run.measured, num_replans=number, oom_recoveries=number)
+    shown = "\n".join(drawn(run_summary(msgspec.structs.replace(run, measured=measured))))
+    assert ("1 plan was made again" in shown, "1 step was done again" in shown) == (number == 1, number == 1)
+    assert ("2 plans were made again" in shown, "2 steps were done again" in shown) == (number == 2, number == 2)

@@ -145,6 +145,23 @@ def test_accumulation_is_marked_and_its_gradients_stand_from_the_first_backward_
     assert all(s.death <= boundaries[1] for s in found.storages if boundaries[0] <= s.birth < boundaries[1])
 
 
+def test_several_forwards_before_one_backward_are_one_micro_batch(
+    record_steps: Callable[..., tuple[Trace, list[Step]]], mlp: type[nn.Module]
+) -> None:
+    model = mlp()
+    batch = torch.randn(5, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        for _ in range(3):
+            (model(batch).sum() + model(2 * batch).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    trace, _ = record_steps(model, [step], optimizer)
+    assert trace.num_micro_batches == 3
+
+
 def test_an_evaluation_inside_the_step_is_a_phase_of_its_own(
     record_one: Callable[..., tuple[Trace, Step]], mlp: type[nn.Module]
 ) -> None:
