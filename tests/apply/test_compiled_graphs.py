@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 MIB = 1 << 20
-WIDTH, BATCH, LAYERS = 64, 8192, 12
+WIDTH, BATCH, LAYERS = 64, 16384, 6
 
 
 class Layer(nn.Module):

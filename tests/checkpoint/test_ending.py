@@ -1,12 +1,18 @@
 """A run that is told to end ends with the step that runs committed, or at once where that would take too long."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from combinations import every_value
 from warm_python import Program, warm_python
 
+from memwall.cli.app import main
+
 pytestmark = pytest.mark.slow(seconds=3)
+
+Committed = Callable[[Path], int]
 
 SCRIPT = """
 import atexit, ctypes, hashlib, os, signal, sys, time
@@ -73,36 +79,46 @@ def started(
     return warm_python().start("-c", source)
 
 
-def committed_step(folder: Path) -> int:
-    shown = warm_python().start("-m", "memwall", "checkpoint", folder / "kept", "--json")
-    assert shown.wait() == 0
-    return int(json.loads(shown.printed)["step"])
+@pytest.fixture
+def committed_step(capsys: pytest.CaptureFixture[str]) -> Committed:
+    """Tells the step that a run has committed in a folder."""
+
+    def of(folder: Path) -> int:
+        assert main(["checkpoint", str(folder / "kept"), "--json"]) == 0
+        return int(json.loads(capsys.readouterr().out)["step"])
+
+    return of
 
 
-@pytest.mark.parametrize(("how", "status"), [("TERM", 143), ("INT", 130)])
-@pytest.mark.parametrize("every", ["1", "5"])
-def test_the_step_that_runs_is_committed(tmp_path: Path, how: str, status: int, every: str) -> None:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Returns what a run prints that nobody ends."""
+    program = started(tmp_path_factory.mktemp("plain"), "plain")
+    assert program.wait() == 0, program.said
+    return program.printed.splitlines()
+
+
+@pytest.mark.parametrize(("how", "every"), every_value(["TERM", "INT"], ["1", "5"]))
+def test_the_step_that_runs_is_committed(
+    tmp_path: Path, how: str, every: str, plain: list[str], committed_step: Committed
+) -> None:
     told = started(tmp_path, how, "--checkpoint-every", every)
-    assert told.wait() == status, told.said
+    assert told.wait() == {"TERM": 143, "INT": 130}[how], told.said
     assert "ends when the step that runs is committed" in told.said
     assert committed_step(tmp_path) == 4
     resumed = started(tmp_path, "plain", "--resume")
     assert resumed.wait() == 0, resumed.said
-    left_alone = tmp_path / "left alone"
-    left_alone.mkdir()
-    plain = started(left_alone, "plain")
-    assert plain.wait() == 0, plain.said
-    assert resumed.printed == "4\n5\n" + plain.printed.splitlines()[-1] + "\n"
+    assert resumed.printed.splitlines() == ["4", "5", plain[-1]]
 
 
-def test_a_step_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_step_that_takes_too_long_is_not_waited_for(tmp_path: Path, committed_step: Committed) -> None:
     told = started(tmp_path, "TERM", step_seconds=0.6, patience_seconds=0.3)
     assert told.wait() == 143, told.said
     assert "s more; the run ends at the last committed step" in told.said
     assert committed_step(tmp_path) == 3
 
 
-def test_an_operation_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
+def test_an_operation_that_takes_too_long_is_not_waited_for(tmp_path: Path, committed_step: Committed) -> None:
     told = started(tmp_path, "long", patience_seconds=0.3)
     assert told.wait() == 143, told.said
     assert "one operation has run all the time" in told.said
@@ -113,7 +129,7 @@ PYTHON_ENDS_SLOWLY = "atexit.register(ctypes.PyDLL(None).sleep, 100); "
 """Is what Python does after all of the script: no other thread of Python's runs meanwhile."""
 
 
-def test_an_end_of_python_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
+def test_an_end_of_python_that_takes_too_long_is_not_waited_for(tmp_path: Path, committed_step: Committed) -> None:
     """GIVEN a step that is committed in time WHEN what follows takes minutes THEN the process ends in time as well."""
     told = started(tmp_path, "TERM", most_seconds=1.5, before=PYTHON_ENDS_SLOWLY)
     assert told.wait(timeout_s=30) == 143, told.said
@@ -121,7 +137,7 @@ def test_an_end_of_python_that_takes_too_long_is_not_waited_for(tmp_path: Path) 
     assert committed_step(tmp_path) == 4
 
 
-def test_what_a_script_does_in_the_end_is_waited_for(tmp_path: Path) -> None:
+def test_what_a_script_does_in_the_end_is_waited_for(tmp_path: Path, committed_step: Committed) -> None:
     """GIVEN a clean-up that takes longer than Python has THEN it is done after SIGTERM, and the run reported."""
     told = started(
         tmp_path, "clean-up", "--report", str(tmp_path / "run.json"), most_seconds=0.2, before=PYTHON_ENDS_SLOWLY

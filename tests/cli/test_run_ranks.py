@@ -113,7 +113,7 @@ def test_a_script_may_start_processes_that_do_not_train(tmp_path: Path, capfd: p
 
 
 STARTS = (
-    SPAWNS.replace("torch.multiprocessing.spawn(prepare)", "started(prepare, 0)")
+    SPAWNS.replace("    torch.multiprocessing.spawn(prepare)\n", "")
     .replace("torch.multiprocessing.spawn(train)", "started(train, 0), started(train, 1)")
     .replace(
         "def prepare",

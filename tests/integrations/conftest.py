@@ -17,7 +17,7 @@ from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 
-SAMPLES, SEQUENCE = 16, 256
+SAMPLES, SEQUENCE = 16, 128
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def make_model() -> Callable[[], Any]:
 
 @pytest.fixture(scope="session")
 def samples() -> list[dict[str, Tensor]]:
-    """Three batches of 16 samples of 256 tokens."""
+    """Three batches of 16 samples of 128 tokens."""
     tokens = torch.randint(0, 128, (3 * SAMPLES, SEQUENCE), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": row} for row in tokens]
 

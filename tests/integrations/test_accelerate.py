@@ -73,7 +73,7 @@ def recorded(train: Any, digest: Any) -> tuple[str, Any]:
 def plan(recorded: tuple[str, Any]) -> Plan:
     """A plan that recomputes layers."""
     session = recorded[1]
-    budget_bytes = session.plan.forecast.plain_peak.process_bytes - 80 * MIB
+    budget_bytes = session.plan.forecast.plain_peak.process_bytes - 40 * MIB
     found = make_plan(session.trace, Settings(budget_bytes=budget_bytes))
     assert any(isinstance(action, Recompute) for action in found.actions)
     return found
@@ -250,7 +250,7 @@ def test_a_script_of_accelerates_fits_under_the_launcher(
     runpy.run_path(script, run_name="__main__")
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    budget_relative_to("plain", 100 * MIB)
+    budget_relative_to("plain", 50 * MIB)
     report = tmp_path / "run.json"
     assert main(["run", "--budget", "1TiB", "--report", str(report), script, "--out", str(fitted)]) == 0
     found = json.loads(report.read_text())

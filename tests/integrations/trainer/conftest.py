@@ -48,7 +48,7 @@ def recorded(train: Any, digest: Any) -> Recorded:
 @pytest.fixture(scope="session")
 def plan(recorded: Recorded) -> Plan:
     """A plan that recomputes layers."""
-    found = recorded.plan(below_plain=80 * MIB)
+    found = recorded.plan(below_plain=40 * MIB)
     assert any(isinstance(action, Recompute) for action in found.actions)
     return found
 

@@ -61,7 +61,7 @@ class TestTraining:
     ):
         from memwall.integrations.trainer import MemwallCallback
 
-        budget_relative_to("plain", 80 * MIB)
+        budget_relative_to("plain", 40 * MIB)
         model = make_model()
         calls = count_calls(model)
         planned_after: list[int] = []
@@ -90,7 +90,7 @@ class TestTraining:
         expected = digest(train(**settings).model)
         assert digest(watched.model) == expected
         plain_bytes = session.plan.forecast.plain_peak.process_bytes
-        plan = make_plan(session.trace, Settings(budget_bytes=plain_bytes - 40 * MIB))
+        plan = make_plan(session.trace, Settings(budget_bytes=plain_bytes - 20 * MIB))
         assert plan.actions != ()
         assert digest(train(MemwallCallback(plan=plan), **settings).model) == expected
 
