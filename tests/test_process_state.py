@@ -73,6 +73,7 @@ STATE = {
     "memwall.machine.hardware._shipped": _FOREVER,
     "memwall.planning.techniques.recompute._is_random": _FOREVER,
     "memwall.predict.cuda.context.measured_context_bytes": _FOREVER,
+    "memwall.predict.malloc.malloc_replay._reason_of_library": _FOREVER,
     "memwall.predict.malloc.tensor_heap.heap_library": _FOREVER,
     "memwall.rows.initial._levels": "itself, at 2 tensors of 65,536 numbers",
     "memwall.rows.loops.rows_library": _FOREVER,

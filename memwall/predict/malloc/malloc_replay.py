@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from msgspec import Struct
@@ -36,6 +37,12 @@ def unavailable_reason() -> str:
     """Says why malloc cannot be replayed here; "" if it can."""
     if sys.platform != "linux":
         return f"that needs Linux with glibc; this is {sys.platform}"
+    return _reason_of_library()
+
+
+@cache
+def _reason_of_library() -> str:
+    """Says why the C library that this process has, and keeps, cannot be replayed; "" if it can."""
     if platform.libc_ver()[0] != "glibc":
         return "that needs glibc; this Python uses another C library"
     loaded = Path("/proc/self/maps").read_text()
