@@ -28,6 +28,8 @@ _SERVER = """
 import gc, json, os, runpy, socket, sys, types
 connection = socket.socket(fileno=int(sys.argv[1]))
 import torch, torch._dynamo, memwall.cli.app, memwall.integrations.launcher, memwall.session.fit
+for name in sys.argv[2:]:
+    __import__(name)
 memwall.integrations.launcher.measured_machine(memwall.machine.disk_location.default_directory())
 gc.collect()
 gc.freeze()  # otherwise the last collection of each program copies all of this process, which takes a second
@@ -105,14 +107,18 @@ class Program:
 
 
 class WarmPython:
-    """Starts programs as `python ARGUMENTS` would, which begin with modules imported; with one thread each."""
+    """Starts programs as `python ARGUMENTS` would, which begin with modules imported; with one thread each.
 
-    def __init__(self) -> None:
+    Args:
+        modules: imported beside torch and memwall.
+    """
+
+    def __init__(self, *modules: str) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVER, str(theirs.fileno())],
+                [sys.executable, "-c", _SERVER, str(theirs.fileno()), *modules],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
@@ -187,9 +193,9 @@ def _text(file: IO[bytes]) -> str:
 
 
 @cache
-def warm_python() -> WarmPython:
-    """Returns the one that all tests of this process share."""
-    server = WarmPython()
+def warm_python(*modules: str) -> WarmPython:
+    """Returns the one that all tests of this process share, or those whose programs begin with more modules."""
+    server = WarmPython(*modules)
     atexit.register(server.close)
     return server
 

@@ -168,7 +168,9 @@ def run_both_ways(tmp_path: Path) -> Callable[[Path], dict[str, Any]]:
 
 def _python(*arguments: str, cwd: Path, accepted: tuple[int, ...] = (0,)) -> str:
     """Runs Python; returns what it wrote to standard error."""
-    done = warm_python().run(*arguments, folder=cwd, timeout_s=100)
+    # What takes longer than the script itself.
+    python = warm_python("transformers.trainer", "transformers.models.llama.modeling_llama")
+    done = python.run(*arguments, folder=cwd, timeout_s=100)
     assert done.returncode in accepted, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stderr
 

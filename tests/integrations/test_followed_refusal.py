@@ -58,7 +58,7 @@ def after_step():
 """,
 }
 _LOOP = """
-for step in range(3):
+for step in range(2):
     optimizer.zero_grad()
     loss_of(step).backward()
     optimizer.step()

@@ -172,7 +172,7 @@ def choices(recorded: Recorded, *, points: str = "all") -> dict[str, tuple[int, 
     """Nothing, each option of the menus in every block that has it, and what the solver mixes at three budgets.
 
     Args:
-        points: "ends" for the first and the last of the selective points alone; the mixes have those between, too.
+        points: "ends" for the first and the last of the selective points alone, and one mix, which has those between.
     """
     names = [[option.name for option in menu.options] for menu in recorded.menus]
     found = {
@@ -187,7 +187,7 @@ def choices(recorded: Recorded, *, points: str = "all") -> dict[str, tuple[int, 
     # A tensor that two nodes of a block ask for far apart stays in between in the model, in the executor where its
     # window has room; so narrow a window has none, and packed it shows.
     found = {name: options for name, options in found.items() if not (recorded.has_batch_norm and "int8" in name)}
-    for percent in (70, 50, 30):
+    for percent in (50,) if points == "ends" else (70, 50, 30):
         budget_bytes = least_bytes + (plain_bytes - least_bytes) * percent // 100
         choice = solve(msgspec.structs.replace(recorded.instance, budget_bytes=budget_bytes))
         assert choice is not None

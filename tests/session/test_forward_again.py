@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from combinations import every_value
 from failing_models import Block, Bomb
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -90,8 +91,7 @@ def train(
     return found.hexdigest()
 
 
-@pytest.mark.parametrize("is_handed_over", [False, True])
-@pytest.mark.parametrize("fails", [(1,), (2,), (3,), (1, 1), (1, 3)])
+@pytest.mark.parametrize(("fails", "is_handed_over"), every_value([(1,), (2,), (3,), (1, 1), (1, 3)], [False, True]))
 def test_a_forward_is_called_again_to_the_same_bits(
     fails: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_handed_over: bool
 ) -> None:
@@ -161,18 +161,15 @@ def input_in_place(_: Model, values: Tensor) -> Tensor:
     return values.mul_(2.0)
 
 
-@pytest.mark.parametrize(
-    ("before", "reason"),
-    [
-        (past_autograd, "its forward changes head.bias (4 B), of which there is no copy"),
-        (large_buffer, "its forward changes large (2.0 MiB), of which there is no copy"),
-        (input_in_place, "its forward writes into a tensor that it is called with"),
-    ],
-)
-@pytest.mark.parametrize("step", [1, 2])
-def test_what_cannot_be_put_back_is_said(
-    before: Callable[[Model, Tensor], Tensor], reason: str, step: int, tmp_path: Path
-) -> None:
+REASONS: dict[Callable[[Model, Tensor], Tensor], str] = {
+    past_autograd: "its forward changes head.bias (4 B), of which there is no copy",
+    large_buffer: "its forward changes large (2.0 MiB), of which there is no copy",
+    input_in_place: "its forward writes into a tensor that it is called with",
+}
+
+
+@pytest.mark.parametrize(("before", "step"), every_value(list(REASONS), [1, 2]))
+def test_what_cannot_be_put_back_is_said(before: Callable[[Model, Tensor], Tensor], step: int, tmp_path: Path) -> None:
     """GIVEN a forward with an effect of which there is no copy WHEN it fails THEN the run ends, and says which."""
     model, optimizer = made(before)
     with (
@@ -180,7 +177,7 @@ def test_what_cannot_be_put_back_is_said(
         memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session,
     ):
         train(model, optimizer, (step,))
-    assert reason in str(caught.value)
+    assert REASONS[before] in str(caught.value)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert session.measured.oom_recoveries == 0
 
@@ -347,8 +344,7 @@ def test_another_error_passes_as_it_is(tmp_path: Path) -> None:
     assert session.measured.oom_recoveries == 0
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("is_planned", [True, False])
+@pytest.mark.parametrize(("mode", "is_planned"), every_value([torch.no_grad, torch.inference_mode], [True, False]))
 def test_an_evaluation_is_called_again_and_no_plan_changes(
     mode: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_planned: bool
 ) -> None:

@@ -30,7 +30,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(64, 1)
         self.place, self.num_left, self.asked = "", 0, "4.00 MiB"
 
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
     def forward(self, values):
         for number, block in enumerate(self.blocks):
-            if number == 4 and values.requires_grad:
+            if number == 2 and values.requires_grad:
                 values.register_hook(lambda _: self.passes("backward"))
             values = block(values)
         self.passes("forward")

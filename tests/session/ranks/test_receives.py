@@ -34,13 +34,23 @@ else:
     optimizer.step()
 """
 
+# Who is only late is waited for by the rank that knows of the other.
+IMPATIENT = """
+import sys
+from datetime import timedelta
+from memwall.cli.app import main
+from memwall.session.ranks import agreement
+agreement._GRACE = timedelta(seconds=0.5)
+sys.exit(main())
+"""
+
 
 @pytest.mark.slow
 def test_a_pipeline_by_hand_is_refused_by_all(tmp_path: Path) -> None:
     """GIVEN a time-out of half an hour THEN ranks end within seconds, and say what is wrong."""
     (tmp_path / "script.py").write_text(BY_HAND)
     begin = time.monotonic()
-    ranks = started_ranks(2, "-m", "memwall", "run", "--budget", "4GiB", "script.py", folder=tmp_path)
+    ranks = started_ranks(2, "-c", IMPATIENT, "run", "--budget", "4GiB", "script.py", folder=tmp_path)
     try:
         statuses = [rank.wait(timeout_s=60) for rank in ranks]
     finally:
