@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 MIB = 1 << 20
+HAS_COMPILER = which("g++") is not None
 WIDTH, BATCH, LAYERS = 64, 16384, 6
 
 
@@ -90,10 +91,9 @@ def live_bytes(session: Any) -> int:
 @pytest.mark.parametrize(
     "models",
     [
-        pytest.param(REGIONS, id="graphs"),
+        pytest.param(REGIONS, id="graphs", marks=pytest.mark.exhaustive if HAS_COMPILER else ()),
         pytest.param(
-            "inductor",
-            marks=[pytest.mark.slow(seconds=60), pytest.mark.skipif(which("g++") is None, reason="g++ is needed")],
+            "inductor", marks=[pytest.mark.slow(seconds=40), pytest.mark.skipif(not HAS_COMPILER, reason="needs g++")]
         ),
     ],
     indirect=True,
