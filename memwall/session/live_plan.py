@@ -144,11 +144,15 @@ class LivePlan:
     def _record(self) -> None:
         model, optimizers = self._borders.attached_model, self._borders.optimizers
         here = self.in_effect
+        here.measure_host()
         is_streamed = here.parameters.spill_recorded(
-            model, optimizers, here.allocator, budget_bytes=self.settings.budget_bytes
+            model,
+            optimizers,
+            here.allocator,
+            budget_bytes=self.settings.budget_bytes,
+            host_limit_bytes=here.host_limit_bytes or 0,
         )
         self._measured.note_peak()
-        here.measure_host()
         self._forms.begin(model, self.settings, is_streamed=is_streamed)
         self.recorded = RecordedStep(
             model,

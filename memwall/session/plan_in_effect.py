@@ -1,6 +1,8 @@
 """Applies a plan to a model and its process, and knows what stands for it there: actions, tiers, the heap, limits."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -215,14 +217,14 @@ class PlanInEffect:
         self.count_state()
         for hook in self._bucket_hooks:
             hook.remove()
+        undos: list[Callable[[], None]] = [] if keeps_state else [self.keeper.bring_back]
         if self.applied is not None:
             self._measured.count_moved(*self.applied.moved_bytes)
             applied, self.applied = self.applied, None
             self.num_changes += 1
-            applied.undo(keeps_state=keeps_state)
-        if not keeps_state:
-            self.parameters.bring_back()
-            self.keeper.bring_back()
+            undos.append(partial(applied.undo, keeps_state=keeps_state))
+        # Parameters come first, as they were there before any state: what that has no room for stays with the host.
+        undo_all(undos if keeps_state else [*undos, self.parameters.bring_back])
 
     def check_effects(self) -> None:
         """Notes what the plan's actions did in a step; to be called after each optimizer step.

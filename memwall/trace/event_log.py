@@ -217,7 +217,7 @@ class EventLog:
         index = len(self.storages)
         key, shape = identity_of(storage), tuple(tensor.shape)
         logged = LoggedStorage(
-            nbytes=storage.nbytes(),
+            nbytes=storage.nbytes() or (tensor.nbytes if category == "parameter" else 0),  # its elements may be away
             device=intern(str(tensor.device)),
             category=category,
             birth=birth,

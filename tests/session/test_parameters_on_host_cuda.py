@@ -1,5 +1,6 @@
 """A plan for a device that has no room for gradients has parameters and gradients in host memory; a run holds it."""
 
+import gc
 import hashlib
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from memwall.planning.settings import Settings
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.predict.cuda.translate import recording_for, translated
+from memwall.session.session import Session
 from memwall.trace.workload import Workload
 
 pytestmark = [pytest.mark.phantom(card="a100-80gb"), pytest.mark.timeout(300)]
@@ -64,7 +66,18 @@ def plan_for(share: float, **settings: bool) -> tuple[Plan, Plan]:
     return ample, make_plan(trace, msgspec.structs.replace(asked, budget_bytes=base_bytes + int(share * own_bytes)))
 
 
-def trained(plan: Plan | None, **settings: bool) -> tuple[str, int]:
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Returns a digest of weights and state."""
+    found = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        found.update(tensor.cpu().numpy().tobytes())
+    for _, tensors in sorted(optimizer.state_dict()["state"].items()):
+        for _, value in sorted(tensors.items()):
+            found.update(value.cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def trained(plan: Plan | None, num_steps: int = 4, **settings: bool) -> tuple[str, int]:
     """Returns a digest of weights and state, and the most bytes that the last step held.
 
     The allocator has started with other settings than the plan may ask for; what it reserves without them is more.
@@ -77,20 +90,14 @@ def trained(plan: Plan | None, **settings: bool) -> tuple[str, int]:
     model = made().cuda()
     optimizer = stepping(list(model.parameters()), **settings)
     with nullcontext() if plan is None else memwall.fit(model, optimizer, plan=plan):
-        for step in range(4):
+        for step in range(num_steps):
             torch.cuda.reset_peak_memory_stats()
             torch.manual_seed(step)
             model(torch.randn(8, WIDTH, device="cuda")).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         peak_bytes = torch.cuda.max_memory_allocated()
-        found = hashlib.sha256()
-        for tensor in model.state_dict().values():
-            found.update(tensor.cpu().numpy().tobytes())
-        for _, tensors in sorted(optimizer.state_dict()["state"].items()):
-            for _, value in sorted(tensors.items()):
-                found.update(value.cpu().numpy().tobytes())
-    return found.hexdigest(), peak_bytes
+    return digest(model, optimizer), peak_bytes
 
 
 @pytest.mark.parametrize("settings", [{"foreach": False}, {"foreach": True}, {"fused": True}])
@@ -114,3 +121,75 @@ def test_a_plan_for_less_than_state_leaves_has_parameters_on_the_host_and_the_de
 def test_what_does_not_fit_while_it_is_built_is_refused() -> None:
     with pytest.raises(InfeasibleError):
         plan_for(0.2)
+
+
+SMALL_CONTEXT = pytest.mark.phantom(card="a100-80gb", context_bytes=32 * MIB)
+
+
+def ran(budget_bytes: int, **settings: bool) -> tuple[str, Session]:
+    """Returns a digest of weights and state after five steps within a budget, the first of which is recorded."""
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    model = made().cuda()
+    optimizer = stepping(list(model.parameters()), **settings)
+    with memwall.fit(model, optimizer, budget=budget_bytes) as session:
+        for step in range(5):
+            torch.manual_seed(step)
+            model(torch.randn(8, WIDTH, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return digest(model, optimizer), session
+
+
+@SMALL_CONTEXT
+@pytest.mark.parametrize("settings", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_a_run_starts_whose_first_step_has_no_room_for_gradients(settings: dict[str, bool]) -> None:
+    """GIVEN less than parameters, gradients and state WHEN it is told how little would do THEN that holds."""
+    expected, _ = trained(None, num_steps=5, **settings)
+    gc.collect()
+    told_bytes = refused(100 * MIB, **settings)
+    gc.collect()
+    found, session = ran(told_bytes, **settings)
+    assert found == expected
+    assert session.measured.overall_peak_bytes <= told_bytes < 4 * MODEL_BYTES + 32 * MIB
+    assert session.plan is not None
+    assert any(isinstance(one, ParameterPlacement) for one in session.plan.actions)
+
+
+def refused(budget_bytes: int, **settings: bool) -> int:
+    """Returns the budget that a refusal tells, without the frames that hold what was trained."""
+    try:
+        ran(budget_bytes, **settings)
+    except InfeasibleError as error:
+        return error.smallest_feasible_bytes
+    raise AssertionError("was not refused")
+
+
+@SMALL_CONTEXT
+def test_parts_of_a_batch_clipping_an_evaluation_and_a_state_dict_see_the_same() -> None:
+    def run(budget_bytes: int) -> tuple[str, list[float], int]:
+        torch.manual_seed(0)
+        model, seen = made().cuda(), list[float]()
+        optimizer = stepping(list(model.parameters()))
+        fitted = memwall.fit(model, optimizer, budget=budget_bytes) if budget_bytes else nullcontext()
+        with fitted as session:
+            for step in range(5):
+                for part in range(2):
+                    torch.manual_seed(10 * step + part)
+                    model(torch.randn(8, WIDTH, device="cuda")).square().mean().backward()
+                seen.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+                optimizer.step()
+                optimizer.zero_grad()
+                model.eval()
+                with torch.no_grad():
+                    seen.append(float(model(torch.ones(4, WIDTH, device="cuda")).sum()))
+                model.train()
+                seen.append(sum(float(value.double().sum()) for value in model.state_dict().values()))
+        return digest(model, optimizer), seen, 0 if session is None else session.measured.overall_peak_bytes
+
+    expected = run(0)[:2]
+    gc.collect()
+    torch.cuda.empty_cache()
+    *found, peak_bytes = run(190 * MIB)
+    assert tuple(found) == expected
+    assert peak_bytes <= 190 * MIB

@@ -19,7 +19,7 @@ from memwall.apply.streaming.places import DiskPlace, HostPlace
 from memwall.apply.streaming.stream_units import hooked_parameters
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.machine.limits import memory_limit_bytes
-from memwall.machine.meter import process_bytes
+from memwall.machine.meter import meter_of, process_bytes
 from memwall.machine.process_group import num_processes
 from memwall.planning.menu import WINDOW_BYTES
 from memwall.planning.techniques.parameters import MIN_PARAMETER_BYTES, ParameterPlacement, parameter_window_bytes
@@ -268,18 +268,20 @@ class ParameterKeeper:
         allocator: AllocatorHandler,
         *,
         budget_bytes: int,
+        host_limit_bytes: int = 0,
     ) -> bool:
-        """Has a step that is to be recorded keep its parameters on disk, if the budget has no room for gradients.
+        """Has a step that is to be recorded keep its parameters away, if the budget has no room for gradients.
+
+        Args:
+            host_limit_bytes: the most host memory to take, for parameters on CUDA.
 
         Returns:
-            Whether they are on disk.
+            Whether they are away.
         """
         if self._streaming is not None:  # a step that is recorded once more
             return True
-        if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-            return False
         lacks = _lacks_room(model, allocator, budget_bytes, self.built_bytes)
-        self.stays_from_bytes = process_bytes() + _coming_bytes(model, self.built_bytes)
+        self.stays_from_bytes = meter_of(model).now_bytes() + _coming_bytes(model, self.built_bytes)
         if not lacks:
             self.bring_back()
             return False
@@ -287,8 +289,9 @@ class ParameterKeeper:
         try:
             if reason is None:
                 whole_bytes = sum(parameter.nbytes for parameter in model.parameters())
-                self._open(model, None, parameter_window_bytes(whole_bytes), MIN_PARAMETER_BYTES)
-                allocator.trim()
+                window_bytes = parameter_window_bytes(whole_bytes)
+                self._open(model, None, window_bytes, MIN_PARAMETER_BYTES, host_limit_bytes=host_limit_bytes)
+                _give_back(model, allocator)
                 if not self.away_bytes:
                     reason = "all of them share it with other tensors, or are small"
         except (ApplyError, StoreError) as error:
@@ -392,13 +395,20 @@ def _elsewhere(model: nn.Module, action: ParameterPlacement) -> str | None:
 
 def _lacks_room(model: nn.Module, allocator: AllocatorHandler, budget_bytes: int, coming_bytes: int) -> bool:
     """Returns whether a step with all gradients in memory would pass the budget, beside parameters that come back."""
-    room_bytes = budget_bytes - _coming_bytes(model, coming_bytes)
-    if process_bytes() > room_bytes:
-        allocator.trim()
-    lacks = process_bytes() > room_bytes
+    room_bytes, meter = budget_bytes - _coming_bytes(model, coming_bytes), meter_of(model)
+    if meter.now_bytes() > room_bytes:
+        _give_back(model, allocator)
+    lacks = meter.now_bytes() > room_bytes
     if lacks:
-        _log.info("the first step's parameters and %s of gradients go to disk", format_bytes(_gradient_bytes(model)))
+        where = "disk" if meter.device == "cpu" else "host memory"
+        gradients_text = format_bytes(_gradient_bytes(model))
+        _log.info("the first step's parameters and %s of gradients go to %s", gradients_text, where)
     return lacks
+
+
+def _give_back(model: nn.Module, allocator: AllocatorHandler) -> None:
+    """Gives free memory back to the system, or to the device."""
+    allocator.trim() if meter_of(model).device == "cpu" else torch.cuda.empty_cache()
 
 
 def _coming_bytes(model: nn.Module, built_bytes: int) -> int:
