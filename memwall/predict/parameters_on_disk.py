@@ -185,10 +185,11 @@ def _passing(step: Step, modules: Sequence[Module], away: Away, window_bytes: in
             if like[index].nbytes in summed_sizes and step.ops[end - 1].phase == "backward":
                 found.append(_stay(like[index], num_bytes, max(begin, _backward_start(step, end)), end, step))
     sizes = sorted((_place_bytes(step.storages[i]) for i in away.gradients), reverse=True)
-    for phase, num_bytes in (
-        ("backward", _spilling_bytes(sizes, window_bytes)),
-        ("optimizer", _stepping_bytes(sizes, window_bytes, leaves=len(away.staying) < len(away.users))),
-    ):
+    leaves = len(away.staying) < len(away.users)
+    stepping_bytes = _stepping_bytes(sizes, window_bytes, leaves=leaves)
+    if leaves and any(step.storages[i].device_type == "cuda" for i in away.gradients[:1]):
+        stepping_bytes = min(stepping_bytes, _stepping_in_order_bytes(step, away, window_bytes))
+    for phase, num_bytes in (("backward", _spilling_bytes(sizes, window_bytes)), ("optimizer", stepping_bytes)):
         ops = [number for number, op in enumerate(step.ops) if op.phase == phase]
         if ops and num_bytes:
             found.append(_stay(next(iter(like.values())), num_bytes, ops[0], ops[-1] + 1, step))
@@ -218,6 +219,33 @@ def _stepping_bytes(sizes: Sequence[int], window_bytes: int, *, leaves: bool) ->
         return min(first + second + max(window_bytes, first), sum(sizes))
     most_bytes = max(2 * (first + second) + second, 2 * (second + third) + first)
     return min(most_bytes, 3 * sum(sizes))
+
+
+def _stepping_in_order_bytes(step: Step, away: Away, window_bytes: int) -> int:
+    """Returns the same where parameters are stepped in the order of the model, and none is stepped that is frozen."""
+    trained = Counter(step.storages[index].nbytes for index in away.gradients)
+    sizes: list[int] = []
+    for index in sorted(away.users):
+        if trained[step.storages[index].nbytes] > 0:
+            trained[step.storages[index].nbytes] -= 1
+            sizes.append(step.storages[index].nbytes)
+    windows: list[list[int]] = []
+    for size in sizes:
+        if not windows or sum(windows[-1]) + size > window_bytes:
+            windows.append([])
+        windows[-1].append(size)
+    most_bytes = place = 0
+    for window in windows:
+        held_bytes, following = sum(window), sizes[place + len(window) :]
+        ahead_bytes = following[0] if following else 0
+        for size in following[1:]:
+            if ahead_bytes + size > held_bytes:
+                break
+            ahead_bytes += size
+        written_bytes = max(window_bytes, sizes[place - 1]) if place else 0
+        most_bytes = max(most_bytes, 2 * (held_bytes + ahead_bytes) + min(written_bytes, sum(sizes[:place])))
+        place += len(window)
+    return most_bytes
 
 
 def _backward_start(step: Step, end: int) -> int:

@@ -126,13 +126,14 @@ def as_stepped_at_once(step: Step, names: Sequence[str], sizes: Sequence[int]) -
     for storage in step.storages:
         if storage.category == "temporary" and storage.birth in made_at:
             made_at[storage.birth].append(storage)
-    others = [
-        msgspec.structs.replace(like[0], nbytes=nbytes)
-        for like in made_at.values()
-        if like
-        for nbytes in (Counter(sizes) - Counter(storage.nbytes for storage in like)).elements()
-    ]
-    return msgspec.structs.replace(step, storages=(*step.storages, *others))
+    storages, ops = list(step.storages), list(step.ops)
+    for number, like in made_at.items():
+        missing = Counter(sizes) - Counter(storage.nbytes for storage in like)
+        others = [msgspec.structs.replace(like[0], nbytes=nbytes) for nbytes in missing.elements()] if like else []
+        indices = range(len(storages), len(storages) + len(others))
+        ops[number] = msgspec.structs.replace(ops[number], outputs=(*ops[number].outputs, *indices))
+        storages += others
+    return msgspec.structs.replace(step, ops=tuple(ops), storages=tuple(storages))
 
 
 def shrink_temporaries(storages: list[Storage], step: Step, share: float) -> None:

@@ -27,12 +27,14 @@ from memwall.patches import undo_all
 from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
-from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES
+from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, bucket_choices
 from memwall.planning.techniques.parameters import as_streamed
 from memwall.predict.cuda.live_cuda import as_plain, with_library_workspaces, workspaces_here
 from memwall.predict.first_step import FirstStep
+from memwall.predict.live_device import live_process
 from memwall.predict.process import calibrated, parked_bytes
-from memwall.predict.state_on_disk import as_stepped_at_once
+from memwall.predict.state_on_disk import as_stepped_at_once, state_sizes, with_state_on_disk
+from memwall.predict.treatment import StepModel
 from memwall.session.device_budget import DeviceBudget
 from memwall.session.measurements import standing_bytes
 from memwall.torch_internals.dispatch import without_subclass_functions
@@ -80,6 +82,7 @@ class RecordedStep:
         self._called, self._begins_step, self._host_limit_bytes = called, begins_step, host_limit_bytes
         self._model, self._settings, self._allocator = model, settings, allocator
         self._keeper, self._parameters, self._device_budget = keeper, parameters, device_budget
+        self._began_streamed = parameters.away_bytes > 0
         self._peak_before_optimizer_bytes = 0
         self._allocated_before_optimizer_bytes: int | None = None
         self.moved_bytes = 0
@@ -229,6 +232,11 @@ class RecordedStep:
                 sizes = [p.nbytes for group in optimizers[0].param_groups for p in group["params"] if p.requires_grad]
                 whole = (as_stepped_at_once(s, trace.names, sizes) for s in trace.steps)
                 trace = msgspec.structs.replace(trace, steps=tuple(whole))
+            if self._began_streamed:  # beside tensors there is what the allocator has cut off and cannot use
+                on_device_bytes = _on_device_bytes(trace, min_bytes, moves_state=self._keeper.is_away)
+                # Where they had to come back before the optimizer ran, that was measured.
+                ran_bytes = 0 if is_streamed else step.process_peak_bytes
+                in_memory_bytes = max(in_memory_bytes, on_device_bytes, ran_bytes)
         return trace, FirstStep(
             needed_bytes=step.process_peak_bytes - (kept_bytes or 0),
             in_memory_bytes=in_memory_bytes,
@@ -328,6 +336,16 @@ class RecordedForms:
         """Gives the model back. Safe to call twice."""
         forms, self._present = self._present, {}
         undo_all([form.undo for form in forms.values()])
+
+
+def _on_device_bytes(trace: Trace, min_bytes: int, *, moves_state: bool) -> int:
+    """Returns what a recorded step holds with parameters and gradients on the device, and its state below it or not."""
+    step = trace.steps[0]
+    if moves_state:
+        bucket_bytes, _ = bucket_choices(state_sizes(step, MIN_STATE_BYTES))
+        step = with_state_on_disk(step, resident_bytes=0, bucket_bytes=bucket_bytes, min_bytes=MIN_STATE_BYTES)
+    parked = StepModel(step, trace.names, ()).parked(min_bytes, read_ahead_bytes=WINDOW_BYTES)
+    return live_process(trace).free(parked).process_bytes
 
 
 def _may_be_stepped(parameter: nn.Parameter) -> bool:

@@ -11,6 +11,7 @@ from memwall.errors import InfeasibleError
 from memwall.machine.hardware import Hardware
 from memwall.machine.tiers import Machine, Tier
 from memwall.planning.action import Action
+from memwall.planning.one_recording.recording_search import RecordingSearch
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
@@ -133,3 +134,14 @@ def test_the_cpu_steps_where_that_is_allowed_and_it_was_measured_fast(of_state: 
     assert is_stepped_on_cpu(fast, "cpu-optimizer-step")
     assert not is_stepped_on_cpu(fast)
     assert not is_stepped_on_cpu(slow, "cpu-optimizer-step")
+
+
+def test_a_refusal_never_tells_less_than_was_asked_for(of_state: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a bound that no plan gets down to WHEN a budget above it is refused THEN one is told that a plan has."""
+    least_bytes = smallest_bytes(of_state)
+    monkeypatch.setattr(RecordingSearch, "_least_plan_bytes", least_bytes // 2)
+    with pytest.raises(InfeasibleError) as error:
+        make_plan(of_state, Settings(budget_bytes=int(0.8 * least_bytes)))
+    told_bytes = error.value.smallest_feasible_bytes
+    assert 0.8 * least_bytes < told_bytes < 1.1 * least_bytes
+    assert make_plan(of_state, Settings(budget_bytes=told_bytes)).actions

@@ -32,6 +32,10 @@ _log = logging.getLogger(__name__)
 # What a step makes beside parameters, gradients and what passes to disk, at least: small tensors, graph nodes, Python
 # objects, and what a layer computes and its operator takes for itself.
 _SLACK_BYTES = 40 << 20
+# What parked activations and cut up segments add to a device's first step, as a part of its gradients.
+_CUT_UP_SHARE = 0.5
+# Moments of a parameter that is stepped, and temporaries.
+_STEP_COPIES = 4
 _CPU = torch.device("cpu")
 
 
@@ -280,8 +284,9 @@ class ParameterKeeper:
         """
         if self._streaming is not None:  # a step that is recorded once more
             return True
-        lacks = _lacks_room(model, allocator, budget_bytes, self.built_bytes)
-        self.stays_from_bytes = meter_of(model).now_bytes() + _coming_bytes(model, self.built_bytes)
+        coming_bytes = _coming_bytes(model, self.built_bytes)
+        lacks = _lacks_room(model, allocator, budget_bytes, coming_bytes)
+        self.stays_from_bytes = meter_of(model).now_bytes() + coming_bytes
         if not lacks:
             self.bring_back()
             return False
@@ -394,8 +399,8 @@ def _elsewhere(model: nn.Module, action: ParameterPlacement) -> str | None:
 
 
 def _lacks_room(model: nn.Module, allocator: AllocatorHandler, budget_bytes: int, coming_bytes: int) -> bool:
-    """Returns whether a step with all gradients in memory would pass the budget, beside parameters that come back."""
-    room_bytes, meter = budget_bytes - _coming_bytes(model, coming_bytes), meter_of(model)
+    """Returns whether a step that adds so much would pass the budget."""
+    room_bytes, meter = budget_bytes - coming_bytes, meter_of(model)
     if meter.now_bytes() > room_bytes:
         _give_back(model, allocator)
     lacks = meter.now_bytes() > room_bytes
@@ -412,8 +417,17 @@ def _give_back(model: nn.Module, allocator: AllocatorHandler) -> None:
 
 
 def _coming_bytes(model: nn.Module, built_bytes: int) -> int:
-    """Returns what a step adds at least that has everything in memory, beside parameters that would come back."""
-    return built_bytes + _gradient_bytes(model) + WINDOW_BYTES + _SLACK_BYTES
+    """Returns what a step adds at least that has everything in memory, beside parameters that would come back.
+
+    A device's adds the step of one parameter, whose optimizer may not be known yet, and what its allocator cannot use
+    of segments that it has cut up.
+    """
+    gradient_bytes = _gradient_bytes(model)
+    coming_bytes = built_bytes + gradient_bytes + WINDOW_BYTES + _SLACK_BYTES
+    if meter_of(model).device == "cpu":
+        return coming_bytes
+    largest_bytes = max((parameter.nbytes for parameter in model.parameters()), default=0)
+    return coming_bytes + int(_CUT_UP_SHARE * gradient_bytes) + _STEP_COPIES * largest_bytes
 
 
 def _gradient_bytes(model: nn.Module) -> int:

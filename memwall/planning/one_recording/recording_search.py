@@ -31,6 +31,8 @@ from memwall.trace.records import Trace
 _CLEARLY_SHORTER = 1.3
 # A lossy technique is chosen only if the step gets 5 % shorter, or nothing else fits.
 _WORTH_DIGITS = 1.05
+# Budgets that are tried where what would do at least is less than what was asked for, each so much larger.
+_MOST_LARGER, _NEXT_BUDGET = 16, 1.02
 # Of a margin that no plan leaves whole, the part that a plan may take for a shorter step.
 _SHARE_FOR_SPEED = 0.25
 
@@ -225,6 +227,8 @@ class RecordingSearch:
     def infeasible(self) -> InfeasibleError:
         """Says by how much, and what would help."""
         helps, smallest, first = self._relaxations(), self.smallest_bytes(), self.settings.first_step
+        if smallest <= self.settings.budget_bytes:
+            smallest = self._smallest_found() or smallest
         evaluated = [SearchAtLocation(self._inputs, location).evaluation_bytes for location in self._leanest_locations]
         return InfeasibleError(
             infeasible_message(
@@ -246,6 +250,21 @@ class RecordingSearch:
             relaxations=helps,
             not_modelled=self._process.not_modelled(),
         )
+
+    def _smallest_found(self) -> int:
+        """Returns the first larger budget that a plan is found for; 0 if none is.
+
+        What is told otherwise is what a device's allocator can do with at least, and a plan may not get there.
+        """
+        budget_bytes = self.settings.budget_bytes
+        for _ in range(_MOST_LARGER):
+            budget_bytes = int(budget_bytes * _NEXT_BUDGET)
+            settings = msgspec.structs.replace(self.settings, budget_bytes=budget_bytes)
+            search = RecordingSearch(self.trace, settings, process=self._process)
+            search.fills = search.can_fill
+            if search.best() is not None:
+                return max(budget_bytes, search.smallest_bytes())
+        return 0
 
     @property
     def _binding_first_step_bytes(self) -> int:
