@@ -1,5 +1,6 @@
 """A budget on a CUDA device holds from the first step on, which is recorded; where that has no room it is refused."""
 
+import gc
 import hashlib
 import re
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ class Rows(nn.Module):
 
 def trained(budget_bytes: int, make_model: Callable[[], nn.Module] = Rows, shape: tuple[int, int] = ROWS) -> Session:
     """Takes three steps."""
+    gc.collect()  # a model that was refused may be part of a cycle
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     model = make_model().cuda()
