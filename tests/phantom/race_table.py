@@ -12,6 +12,7 @@ PINNED = "memwall/apply/optimizer_state/pinned.py"
 RING = "memwall/apply/optimizer_state/ring.py"
 BUCKETS = "memwall/store/buckets.py"
 CPU_STEP = "memwall/apply/optimizer_state/cpu_step.py"
+RESIZED = "memwall/apply/streaming/resized.py"
 
 
 class Race(NamedTuple):
@@ -203,5 +204,19 @@ RACES = (
         CPU_STEP,
         "down.done = self._outward.record_event()",
         "down.done = self._inward.record_event()",
+    ),
+    Race(
+        "a block computes with parameters that are not back",
+        "parameters",
+        RESIZED,
+        "            self._read.wait()\n",
+        "",
+    ),
+    Race(
+        "a gradient's memory is given away before the copy from it",
+        "parameters",
+        RESIZED,
+        "            self._write.wait()\n",
+        "",
     ),
 )

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["PROGRAMS"]
 
@@ -99,4 +99,39 @@ def cpu_step() -> str:
     return _stepped(make)
 
 
-PROGRAMS: dict[str, Callable[[], str]] = {each.__name__: partial(each) for each in (activations, state, cpu_step)}
+def parameters() -> str:
+    """Parameters and gradients live in pinned memory, and pass by block by block."""
+    from memwall.apply.optimizer_state.open_state import open_optimizer_state
+    from memwall.apply.streaming.parameter_keeper import open_parameter_streaming
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(6))).cuda()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(_random(number).div_(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    tier = {"disk": None, "capacity_bytes": None, "host_limit_bytes": 1 << 30, "min_bytes": 1 << 10}
+    streaming, close = open_parameter_streaming(model, window_bytes=NUM_BYTES, **tier)
+    _, close_state = open_optimizer_state(
+        optimizer, tier="host", resident_bytes=0, bucket_bytes=NUM_BYTES, around_step=streaming.around_step, **tier
+    )
+    seen = []
+    for number in range(3):
+        for part in range(2):
+            loss = model(_random(100 + number + part)).square().sum()
+            seen.append(loss.detach())
+            loss.backward()
+            seen += [
+                torch.full_like(loss, 1.0).expand(WIDTH, WIDTH).cos().sum() for _ in range(3)
+            ]  # memory changes hands
+        seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            seen.append(model(_random(number)).sum())
+    close_state()
+    close()
+    return _digest([*model.parameters(), torch.stack(seen)])
+
+
+_EVERY = (activations, state, cpu_step, parameters)
+PROGRAMS: dict[str, Callable[[], str]] = {each.__name__: partial(each) for each in _EVERY}

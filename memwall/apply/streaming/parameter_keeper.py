@@ -311,6 +311,11 @@ class ParameterKeeper:
         if self._streaming is not None:
             self._streaming.tier.stands_for = stands_for
 
+    def set_proving(self, is_proving: bool) -> None:
+        """Has parameters and gradients that leave from now on compared with what comes back, or no longer."""
+        if self._streaming is not None:
+            self._streaming.tier.place.set_proving(is_proving)
+
     def bring_back(self) -> None:
         """Brings all parameters and gradients into memory again; nothing stays on disk.
 

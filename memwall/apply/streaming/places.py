@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from memwall.apply.optimizer_state.pinned import PinnedSpace
-from memwall.apply.streaming.resized import ResizedTensor
+from memwall.apply.streaming.resized import Proving, ResizedTensor
 from memwall.store.paged import PagedTensor, WrittenBehind
 from memwall.store.scratch import Slot
 from memwall.store.transfer import TransferPool
@@ -84,6 +84,9 @@ class StreamingPlace(Protocol):
     def like(self, tensor: Tensor, label: str) -> Streamed:
         """Returns one with a tensor's dtype, shape and strides, whose elements are yet to be written."""
 
+    def set_proving(self, is_proving: bool) -> None:
+        """Has what leaves from now on compared with what comes back, or no longer."""
+
     def close(self) -> None:
         """Gives up files, threads and memory there."""
 
@@ -122,6 +125,9 @@ class DiskPlace:
         """Returns one in pages of its own."""
         return PagedTensor(self.pool, tensor, label)
 
+    def set_proving(self, is_proving: bool) -> None:
+        """Does nothing: each block has a checksum, always."""
+
     def close(self) -> None:
         """Closes the file, and ends the threads."""
         self.pool.close()
@@ -141,6 +147,7 @@ class HostPlace:
     def __init__(self, device: torch.device, *, limit_bytes: int) -> None:
         self.device = device
         self._space = PinnedSpace(device, limit_bytes=limit_bytes)
+        self._proving = Proving()
 
     @property
     def bytes_written(self) -> int:
@@ -154,11 +161,15 @@ class HostPlace:
 
     def take(self, tensor: Tensor, label: str) -> ResizedTensor:
         """Returns one over the tensor's own memory: the device may have no room for a copy."""
-        return ResizedTensor(self._space, tensor)
+        return ResizedTensor(self._space, tensor, label, self._proving)
 
     def like(self, tensor: Tensor, label: str) -> ResizedTensor:
         """Returns one in memory of its own."""
-        return ResizedTensor(self._space, torch.empty_like(tensor))
+        return ResizedTensor(self._space, torch.empty_like(tensor), label, self._proving)
+
+    def set_proving(self, is_proving: bool) -> None:
+        """Has what leaves the device from now on compared with what comes back, or no longer."""
+        self._proving.is_on = is_proving
 
     def close(self) -> None:
         """Unpins the memory."""

@@ -9,10 +9,18 @@ the order of that stream, after the last copy from it or into it.
 import torch
 from torch import Tensor
 
+from memwall.apply.blocks.digests import Digest, difference, digest_of
 from memwall.apply.optimizer_state.pinned import PinnedSpace, StreamCopy
+from memwall.errors import NotExactError
 from memwall.store.pinned_arena import PinnedSlot
 from memwall.store.scratch import Slot
 from memwall.torch_internals.dispatch import without_dispatch_modes
+
+
+class Proving:
+    """Says whether what leaves from now on is compared with what comes back, once."""
+
+    is_on = False
 
 
 class ResizedTensor:
@@ -21,14 +29,17 @@ class ResizedTensor:
     Args:
         space: the host memory, and the streams to it and from it.
         tensor: fills a storage of its own, which nothing else resizes. A write to it is seen by no graph.
+        label: names it in an error.
+        proving: whether it is to prove itself.
     """
 
     is_shown = False
     shown_bytes = 0
     slot: Slot | None = None
 
-    def __init__(self, space: PinnedSpace, tensor: Tensor) -> None:
-        self._space, self.tensor = space, tensor
+    def __init__(self, space: PinnedSpace, tensor: Tensor, label: str, proving: Proving) -> None:
+        self._space, self.tensor, self._label, self._proving = space, tensor, label, proving
+        self._left: Digest | None = None
         self.num_bytes = tensor.untyped_storage().nbytes()
         self.is_here = True
         """Says whether the newest bytes are in memory, for what is launched from now on."""
@@ -62,10 +73,20 @@ class ResizedTensor:
                 self._read = self._space.copy_in(self._place, self._bytes(), None)
 
     def want(self) -> None:
-        """Has what is launched from now on find it here, to stay until `let_go`."""
+        """Has what is launched from now on find it here, to stay until `let_go`.
+
+        Raises:
+            NotExactError: it is not what left.
+        """
         self._is_wanted = True
         self.begin_read()
         self._end_read()
+        if not self.is_here and self._left is not None:
+            left, self._left = self._left, None
+            if difference([left], [digest_of(self.tensor)]):
+                raise NotExactError(
+                    action="parameters in host memory", found=f"{self._label} came back different from what left"
+                )
         self.is_here = True
 
     def show(self) -> bool:
@@ -91,6 +112,7 @@ class ResizedTensor:
         Raises:
             StoreError: the host has no room.
         """
+        self._left = digest_of(self.tensor) if self._proving.is_on else None
         self._place = self._space.successor(self._place, self.num_bytes)
         with without_dispatch_modes():
             self._write = self._space.copy_out(self._place, [(self._bytes(), 0)])

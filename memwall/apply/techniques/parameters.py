@@ -34,6 +34,9 @@ class ParameterHandler(Handler[ParameterPlacement]):
     def effect(self, target: Target) -> "ParameterEffect":
         return ParameterEffect(self.action, target.parameters)
 
+    def set_proving(self, target: Target, *, is_proving: bool) -> None:
+        target.parameters.set_proving(is_proving)
+
     def held_bytes(self, tier: TierName) -> int:
         return (self.action.saved_bytes or 0) if self.action.tier == tier else 0
 

@@ -73,7 +73,8 @@ def test_a_budget_must_have_room_for_what_layers_compute_too(
     left_mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GIVEN room for gradients and for what passes to disk THEN a first step in memory passed its budget."""
-    monkeypatch.setattr(parameter_keeper, "process_bytes", lambda: 400 << 20)
+    meter = SimpleNamespace(device="cpu", now_bytes=lambda: 400 << 20)
+    monkeypatch.setattr(parameter_keeper, "meter_of", lambda _: meter)
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
     budget_bytes = (400 + left_mib << 20) + WINDOW_BYTES + sum(one.nbytes for one in model.parameters())
     keeper = ParameterKeeper(str(tmp_path), None)

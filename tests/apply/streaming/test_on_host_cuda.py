@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memwall.apply.optimizer_state.open_state import open_optimizer_state
+from memwall.apply.optimizer_state.pinned import PinnedSpace, StreamCopy
 from memwall.apply.streaming.parameter_keeper import open_parameter_streaming
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
-from memwall.errors import StoreError
+from memwall.errors import NotExactError, StoreError
+from memwall.store.pinned_arena import PinnedSlot
 
 pytestmark = [pytest.mark.phantom(card="a100-80gb"), pytest.mark.timeout(120)]
 KIB, MIB = 1 << 10, 1 << 20
@@ -195,3 +198,41 @@ def test_a_host_without_room_is_refused_and_the_model_stays_whole() -> None:
         pass
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
     assert all(torch.equal(before[name], value.cpu()) for name, value in model.state_dict().items())
+
+
+def test_what_comes_back_different_while_it_is_proven_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net().cuda()
+    optimizer = adamw(model.parameters())
+    tokens = torch.randint(VOCABULARY, (2, 16), device="cuda")
+    copy_in = PinnedSpace.copy_in
+
+    def reversed_copy(space: PinnedSpace, slot: PinnedSlot, memory: Tensor, after: StreamCopy | None) -> StreamCopy:
+        return copy_in(space, replace(slot, memory=slot.memory.flip(0)), memory, after)
+
+    with below(model, optimizer) as streaming:
+        streaming.tier.place.set_proving(True)
+        model(tokens).square().mean().backward()  # whose gradients leave
+        with monkeypatch.context() as patch:
+            patch.setattr(PinnedSpace, "copy_in", reversed_copy)
+            with pytest.raises(NotExactError, match=r"the gradient of .* came back different from what left"):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.zero_grad()
+
+
+def test_a_backward_that_is_differentiated_brings_parameters_back(caplog: pytest.LogCaptureFixture) -> None:
+    def run(model: nn.Module) -> Tensor:
+        x = torch.ones(4, WIDTH, device="cuda", requires_grad=True)
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))).cuda()
+
+    expected, model = run(made()), made()
+    with below(model, adamw(model.parameters())) as streaming:
+        found = run(model)
+        assert streaming.away_bytes == 0
+    assert torch.equal(found, expected)
+    assert "create_graph=True" in caplog.text
