@@ -137,7 +137,7 @@ def one_thread() -> Iterator[None]:
 def without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step finds no room for gradients."""
     parameters, state = "memwall.apply.streaming.parameter_keeper", "memwall.apply.optimizer_state.state_keeper"
-    monkeypatch.setattr(f"{parameters}._lacks_room", lambda *_: True)
+    monkeypatch.setattr(f"{parameters}.lacks_room", lambda *_: True)
     monkeypatch.setattr(f"{parameters}.MIN_PARAMETER_BYTES", 4 << 10)
     monkeypatch.setattr(f"{parameters}.parameter_window_bytes", lambda _: 16 << 10)
     monkeypatch.setattr(f"{state}.MIN_STATE_BYTES", 4 << 10)

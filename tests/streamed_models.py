@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
 from memwall.apply.optimizer_state.open_state import open_optimizer_state
 from memwall.apply.streaming.guard import GuardedParameter
-from memwall.apply.streaming.parameter_keeper import open_parameter_streaming
+from memwall.apply.streaming.open_streaming import open_parameter_streaming
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.apply.streaming.places import DiskPlace

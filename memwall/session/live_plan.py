@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from memwall.apply.optimizer_state.state_keeper import can_place
-from memwall.apply.streaming.parameter_keeper import why_not_streamed
+from memwall.apply.streaming.open_streaming import why_not_streamed
 from memwall.apply.technique import allowed
 from memwall.errors import InfeasibleError, MemwallError, PlanError
 from memwall.machine.meter import CudaMeter

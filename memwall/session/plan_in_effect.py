@@ -13,7 +13,8 @@ from memwall.apply.memory.cuda_setting import restore_variables
 from memwall.apply.memory.ddp_buckets import when_rebuilt
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.state_keeper import StateKeeper
-from memwall.apply.streaming.parameter_keeper import ParameterKeeper, is_streamed
+from memwall.apply.streaming.open_streaming import is_streamed
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import handler_of
 from memwall.errors import ApplyError, MemwallError
 from memwall.machine.limits import pinnable_bytes

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.parking import Parked
 from memwall.apply.optimizer_state.state_keeper import StateKeeper, stepping_bytes
-from memwall.apply.streaming.parameter_keeper import ParameterKeeper, is_streamed
+from memwall.apply.streaming.open_streaming import is_streamed
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import InRecording, allowed
 from memwall.errors import MemwallError
 from memwall.machine.meter import meter_of

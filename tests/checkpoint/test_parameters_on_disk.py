@@ -14,7 +14,7 @@ from streamed_models import GPT, loss_of, put_on_disk
 from torch import nn
 
 import memwall
-from memwall.apply.streaming.parameter_keeper import open_parameter_streaming
+from memwall.apply.streaming.open_streaming import open_parameter_streaming
 from memwall.checkpoint.files import export_safetensors, import_checkpoint
 from memwall.checkpoint.resumption import set_checkpoint
 from memwall.checkpoint.step_checkpoint import StepCheckpoint

@@ -102,7 +102,7 @@ def cpu_step() -> str:
 def parameters() -> str:
     """Parameters and gradients live in pinned memory, and pass by block by block."""
     from memwall.apply.optimizer_state.open_state import open_optimizer_state
-    from memwall.apply.streaming.parameter_keeper import open_parameter_streaming
+    from memwall.apply.streaming.open_streaming import open_parameter_streaming
 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(6))).cuda()
     with torch.no_grad():

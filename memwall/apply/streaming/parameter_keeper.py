@@ -1,147 +1,34 @@
 """Where a session's parameters are: in memory until a step or a plan moves them, and carried over between plans."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from memwall.apply.memory.allocator import AllocatorHandler
-from memwall.apply.optimizer_state.kept_space import kept_space, open_scratch_pool
 from memwall.apply.optimizer_state.open_on_disk import OpenOnDisk
-from memwall.apply.optimizer_state.state_keeper import can_place
 from memwall.apply.streaming.building import Building, leaves_no_room
 from memwall.apply.streaming.gradients import StandsFor
+from memwall.apply.streaming.open_streaming import (
+    hooked,
+    open_disk_tier,
+    open_parameter_streaming,
+    why_not_streamed,
+)
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
-from memwall.apply.streaming.places import DiskPlace, HostPlace
+from memwall.apply.streaming.room_in_memory import coming_bytes_of, give_back, lacks_room
 from memwall.apply.streaming.stream_units import hooked_parameters
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.machine.limits import memory_limit_bytes
 from memwall.machine.meter import meter_of, process_bytes
-from memwall.machine.process_group import num_processes
-from memwall.planning.menu import WINDOW_BYTES
 from memwall.planning.techniques.parameters import MIN_PARAMETER_BYTES, ParameterPlacement, parameter_window_bytes
-from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
-from memwall.trace.together import models_of
+from memwall.trace.optimizers import Optimizers
 from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
-
-# What a step makes beside parameters, gradients and what passes to disk, at least: small tensors, graph nodes, Python
-# objects, and what a layer computes and its operator takes for itself.
-_SLACK_BYTES = 40 << 20
-# What parked activations and cut up segments add to a device's first step, as a part of its gradients.
-_CUT_UP_SHARE = 0.5
-# Moments of a parameter that is stepped, and temporaries.
-_STEP_COPIES = 4
-_CPU = torch.device("cpu")
-
-
-def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:
-    """Returns None if a model's parameters can be away between their uses, as far as it is known, else why not."""
-    device, *others = {parameter.device for parameter in model.parameters()} or {_CPU}
-    if others or device.type not in ("cpu", "cuda"):
-        return "parameters move from the memory of a CPU or of one CUDA device only"
-    if len(models_of(model)) > 1:
-        return "several models are trained together, and parameters move to disk for one alone"
-    optimizers = optimizers_of(given)
-    if len(optimizers) > 1:
-        return f"several optimizers step the model ({joint_name(optimizers)}), whose state stays in memory"
-    if not can_place(optimizers):
-        return f"{joint_name(optimizers)} cannot be stepped a few parameters at a time"
-    if device.type == "cuda" and kept_space() is not None:
-        return "each step of this run is committed to disk, and a commit takes nothing from below a device"
-    if num_processes() > 1:
-        return f"this is one of {num_processes()} processes, which exchange gradients in memory"
-    # Of those that are on disk already the hook is memwall's own.
-    return _hooked(name for name, parameter in hooked_parameters(model) if not is_streamed(parameter))
-
-
-def _hooked(names: Iterator[str]) -> str | None:
-    return next((f"{name} has a hook that runs when its gradient is accumulated" for name in names), None)
-
-
-def is_streamed(parameter: nn.Parameter) -> bool:
-    """Returns whether a parameter is on disk, or below its device, between its uses."""
-    return type(parameter) is not nn.Parameter
-
-
-def _open_tier(*, disk: str | None, capacity_bytes: int | None, window_bytes: int, min_bytes: int) -> ParameterTier:
-    """Returns a tier for parameters on disk.
-
-    Raises:
-        StoreError: the directory is missing, read-only, full, or a RAM disk.
-    """
-    place = DiskPlace(open_scratch_pool(disk, capacity_bytes))
-    # Of a run that is committed, parameters lie where a commit need only name them.
-    kept = kept_space()
-    values_place = None if kept is None else DiskPlace(kept.pool)
-    return ParameterTier(place, window_bytes=window_bytes, min_bytes=min_bytes, values_place=values_place)
-
-
-def open_parameter_streaming(
-    model: nn.Module,
-    *,
-    disk: str | None,
-    capacity_bytes: int | None,
-    host_limit_bytes: int = 0,
-    window_bytes: int,
-    min_bytes: int,
-    blocks: Sequence[str] | None = None,
-    has_root: bool = True,
-    built: ParameterTier | None = None,
-) -> tuple[ParameterStreaming, Callable[[], None]]:
-    """Puts a model's parameters and gradients on disk, or those of a CUDA device in the host's memory.
-
-    Args:
-        host_limit_bytes: the most host memory to take, for parameters on CUDA.
-        built: has some of them already; it is closed as well where this fails.
-
-    Returns:
-        The engine, and what brings parameters back and closes files and threads.
-
-    Raises:
-        ApplyError: a block is missing or cannot be wrapped.
-        StoreError: the directory is missing, read-only, full, or a RAM disk; or the host has no room.
-    """
-    kept = kept_space()
-    tier, device = built, next((parameter.device for parameter in model.parameters()), _CPU)
-    if device.type == "cuda":
-        tier = ParameterTier(
-            HostPlace(device, limit_bytes=host_limit_bytes), window_bytes=window_bytes, min_bytes=min_bytes
-        )
-    elif tier is None:
-        tier = _open_tier(disk=disk, capacity_bytes=capacity_bytes, window_bytes=window_bytes, min_bytes=min_bytes)
-    tier.forget_unused()
-    tier.set_window(window_bytes)
-    try:
-        streaming = ParameterStreaming(model, tier, blocks=blocks, has_root=has_root)
-    except BaseException:
-        tier.close()
-        raise
-    if kept is not None:
-        kept.parameters = streaming
-    _log.info("%s of the parameters are %s", format_bytes(streaming.away_bytes), tier.place.words)
-
-    def close() -> None:
-        try:
-            streaming.undo()
-            tier.close()
-        except StoreError as error:
-            if streaming.failure is None:
-                raise
-            _log.error(
-                "the parameters could not be brought back into memory: %s; load the model again before it is used",
-                error,
-            )
-        finally:
-            if kept is not None:
-                kept.parameters = None
-            tier.place.close()
-
-    return streaming, close
 
 
 class ParameterKeeper:
@@ -201,7 +88,7 @@ class ParameterKeeper:
         def opened() -> ParameterTier:
             _log.info("parameters go to disk as they are made: %s have no room for them", format_bytes(budget_bytes))
             allocator.apply_tight(budget_bytes)
-            return _open_tier(
+            return open_disk_tier(
                 disk=self._disk,
                 capacity_bytes=self._capacity_bytes,
                 window_bytes=window_bytes,
@@ -284,8 +171,8 @@ class ParameterKeeper:
         """
         if self._streaming is not None:  # a step that is recorded once more
             return True
-        coming_bytes = _coming_bytes(model, self.built_bytes)
-        lacks = _lacks_room(model, allocator, budget_bytes, coming_bytes)
+        coming_bytes = coming_bytes_of(model, self.built_bytes)
+        lacks = lacks_room(model, allocator, budget_bytes, coming_bytes)
         self.stays_from_bytes = meter_of(model).now_bytes() + coming_bytes
         if not lacks:
             self.bring_back()
@@ -296,7 +183,7 @@ class ParameterKeeper:
                 whole_bytes = sum(parameter.nbytes for parameter in model.parameters())
                 window_bytes = parameter_window_bytes(whole_bytes)
                 self._open(model, None, window_bytes, MIN_PARAMETER_BYTES, host_limit_bytes=host_limit_bytes)
-                _give_back(model, allocator)
+                give_back(model, allocator)
                 if not self.away_bytes:
                     reason = "all of them share it with other tensors, or are small"
         except (ApplyError, StoreError) as error:
@@ -393,7 +280,7 @@ class ParameterKeeper:
 
     def _why_not_streamed(self, model: nn.Module, optimizers: Optimizers) -> str | None:
         """Returns why not, before anything of this keeper hooks parameters itself."""
-        return why_not_streamed(model, optimizers) or _hooked(name for name, _ in hooked_parameters(model))
+        return why_not_streamed(model, optimizers) or hooked(name for name, _ in hooked_parameters(model))
 
 
 def _elsewhere(model: nn.Module, action: ParameterPlacement) -> str | None:
@@ -401,39 +288,3 @@ def _elsewhere(model: nn.Module, action: ParameterPlacement) -> str | None:
     devices = {parameter.device.type for parameter in model.parameters()}
     above = "cuda" if action.tier == "host" else "cpu"
     return None if devices <= {above} else f"its parameters are on {', '.join(sorted(devices))}, not on {above}"
-
-
-def _lacks_room(model: nn.Module, allocator: AllocatorHandler, budget_bytes: int, coming_bytes: int) -> bool:
-    """Returns whether a step that adds so much would pass the budget."""
-    room_bytes, meter = budget_bytes - coming_bytes, meter_of(model)
-    if meter.now_bytes() > room_bytes:
-        _give_back(model, allocator)
-    lacks = meter.now_bytes() > room_bytes
-    if lacks:
-        where = "disk" if meter.device == "cpu" else "host memory"
-        gradients_text = format_bytes(_gradient_bytes(model))
-        _log.info("the first step's parameters and %s of gradients go to %s", gradients_text, where)
-    return lacks
-
-
-def _give_back(model: nn.Module, allocator: AllocatorHandler) -> None:
-    """Gives free memory back to the system, or to the device."""
-    allocator.trim() if meter_of(model).device == "cpu" else torch.cuda.empty_cache()
-
-
-def _coming_bytes(model: nn.Module, built_bytes: int) -> int:
-    """Returns what a step adds at least that has everything in memory, beside parameters that would come back.
-
-    A device's adds the step of one parameter, whose optimizer may not be known yet, and what its allocator cannot use
-    of segments that it has cut up.
-    """
-    gradient_bytes = _gradient_bytes(model)
-    coming_bytes = built_bytes + gradient_bytes + WINDOW_BYTES + _SLACK_BYTES
-    if meter_of(model).device == "cpu":
-        return coming_bytes
-    largest_bytes = max((parameter.nbytes for parameter in model.parameters()), default=0)
-    return coming_bytes + int(_CUT_UP_SHARE * gradient_bytes) + _STEP_COPIES * largest_bytes
-
-
-def _gradient_bytes(model: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)

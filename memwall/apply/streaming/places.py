@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from memwall.apply.optimizer_state.pinned import PinnedSpace
-from memwall.apply.streaming.resized import Proving, ResizedTensor
+from memwall.apply.streaming.resized import ResizedTensor, RoundTripProof
 from memwall.store.paged import PagedTensor, WrittenBehind
 from memwall.store.scratch import Slot
 from memwall.store.transfer import TransferPool
@@ -147,7 +147,7 @@ class HostPlace:
     def __init__(self, device: torch.device, *, limit_bytes: int) -> None:
         self.device = device
         self._space = PinnedSpace(device, limit_bytes=limit_bytes)
-        self._proving = Proving()
+        self._proof = RoundTripProof()
 
     @property
     def bytes_written(self) -> int:
@@ -161,15 +161,15 @@ class HostPlace:
 
     def take(self, tensor: Tensor, label: str) -> ResizedTensor:
         """Returns one over the tensor's own memory: the device may have no room for a copy."""
-        return ResizedTensor(self._space, tensor, label, self._proving)
+        return ResizedTensor(self._space, tensor, label, self._proof)
 
     def like(self, tensor: Tensor, label: str) -> ResizedTensor:
         """Returns one in memory of its own."""
-        return ResizedTensor(self._space, torch.empty_like(tensor), label, self._proving)
+        return ResizedTensor(self._space, torch.empty_like(tensor), label, self._proof)
 
     def set_proving(self, is_proving: bool) -> None:
         """Has what leaves the device from now on compared with what comes back, or no longer."""
-        self._proving.is_on = is_proving
+        self._proof.is_on = is_proving
 
     def close(self) -> None:
         """Unpins the memory."""

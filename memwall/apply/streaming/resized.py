@@ -17,7 +17,7 @@ from memwall.store.scratch import Slot
 from memwall.torch_internals.dispatch import without_dispatch_modes
 
 
-class Proving:
+class RoundTripProof:
     """Says whether what leaves from now on is compared with what comes back, once."""
 
     is_on = False
@@ -30,15 +30,15 @@ class ResizedTensor:
         space: the host memory, and the streams to it and from it.
         tensor: fills a storage of its own, which nothing else resizes. A write to it is seen by no graph.
         label: names it in an error.
-        proving: whether it is to prove itself.
+        proof: whether it is to prove itself.
     """
 
     is_shown = False
     shown_bytes = 0
     slot: Slot | None = None
 
-    def __init__(self, space: PinnedSpace, tensor: Tensor, label: str, proving: Proving) -> None:
-        self._space, self.tensor, self._label, self._proving = space, tensor, label, proving
+    def __init__(self, space: PinnedSpace, tensor: Tensor, label: str, proof: RoundTripProof) -> None:
+        self._space, self.tensor, self._label, self._proof = space, tensor, label, proof
         self._left: Digest | None = None
         self.num_bytes = tensor.untyped_storage().nbytes()
         self.is_here = True
@@ -112,7 +112,7 @@ class ResizedTensor:
         Raises:
             StoreError: the host has no room.
         """
-        self._left = digest_of(self.tensor) if self._proving.is_on else None
+        self._left = digest_of(self.tensor) if self._proof.is_on else None
         self._place = self._space.successor(self._place, self.num_bytes)
         with without_dispatch_modes():
             self._write = self._space.copy_out(self._place, [(self._bytes(), 0)])

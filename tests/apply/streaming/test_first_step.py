@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
 from memwall.apply.memory.allocator import AllocatorHandler
-from memwall.apply.streaming import parameter_keeper
+from memwall.apply.streaming import parameter_keeper, room_in_memory
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.planning.menu import WINDOW_BYTES
@@ -74,7 +74,7 @@ def test_a_budget_must_have_room_for_what_layers_compute_too(
 ) -> None:
     """GIVEN room for gradients and for what passes to disk THEN a first step in memory passed its budget."""
     meter = SimpleNamespace(device="cpu", now_bytes=lambda: 400 << 20)
-    monkeypatch.setattr(parameter_keeper, "meter_of", lambda _: meter)
+    monkeypatch.setattr(room_in_memory, "meter_of", lambda _: meter)
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
     budget_bytes = (400 + left_mib << 20) + WINDOW_BYTES + sum(one.nbytes for one in model.parameters())
     keeper = ParameterKeeper(str(tmp_path), None)

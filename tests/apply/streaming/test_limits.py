@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memwall.apply.optimizer_state.partial_step import inner_step_of
 from memwall.apply.streaming import parameter_streaming
-from memwall.apply.streaming.parameter_keeper import open_parameter_streaming
+from memwall.apply.streaming.open_streaming import open_parameter_streaming
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.apply.streaming.places import DiskPlace

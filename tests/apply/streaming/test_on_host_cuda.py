@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memwall.apply.optimizer_state.open_state import open_optimizer_state
 from memwall.apply.optimizer_state.pinned import PinnedSpace, StreamCopy
-from memwall.apply.streaming.parameter_keeper import open_parameter_streaming
+from memwall.apply.streaming.open_streaming import open_parameter_streaming
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.errors import NotExactError, StoreError
 from memwall.store.pinned_arena import PinnedSlot

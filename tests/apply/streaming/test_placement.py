@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
-from memwall.apply.streaming.parameter_keeper import ParameterKeeper, why_not_streamed
+from memwall.apply.streaming.open_streaming import why_not_streamed
+from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.errors import ApplyError, NoEffectError
 from memwall.planning.planfile import Plan
 from memwall.session.live_plan import Revision
