@@ -238,8 +238,9 @@ def language_model(kind: str) -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.requires("transformers")
-@pytest.mark.parametrize("has_recomputation", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("kind", "has_recomputation"), every_value(["gpt2", "mixtral"], {"kept": False, "recomputed": True})
+)
 def test_models_of_transformers_train_to_the_same_bits(
     kind: str, has_recomputation: bool, state_pool: TransferPool, caplog: pytest.LogCaptureFixture
 ) -> None:
