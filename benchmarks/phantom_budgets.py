@@ -1,4 +1,4 @@
-"""`memwall run` of five small models on the phantom CUDA device, under shares of their plain peaks: simulated.
+"""`memwall run` of six small models on the phantom CUDA device, under shares of their plain peaks: simulated.
 
     phantom/run python benchmarks/phantom_budgets.py [MODEL ...] [--shares 80 60 40 25]
 
@@ -29,7 +29,7 @@ from typing import Any
 from memwall.units import parse_size
 
 MIB = 1 << 20
-MODELS = ("gpt", "llama", "vit", "resnet", "mlp")
+MODELS = ("gpt", "llama", "vit", "resnet", "mlp", "wide")
 SHARES = (80, 60, 40, 25)
 # Of a small model 500 MiB of context would be nearly all, and so would the workspaces of cuBLAS on an H100.
 CARD, CONTEXT_BYTES = "a100-80gb", 32 * MIB

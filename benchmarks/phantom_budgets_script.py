@@ -107,6 +107,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "llama": (lambda: Language(is_llama=True), lambda: torch.randint(0, _VOCABULARY, (80, _LENGTH))),
     "vit": (Vision, lambda: torch.randn(192, 3, 32, 32)),
     "resnet": (Convolutions, lambda: torch.randn(96, 3, 32, 32)),
+    # Little of it is activations: weights, gradients and the optimizer's state are what does not fit.
+    "wide": (
+        lambda: Language(is_llama=True, num_layers=6, width=512),
+        lambda: torch.randint(0, _VOCABULARY, (2, _LENGTH)),
+    ),
     "mlp": (Rows, lambda: torch.randn(65_536, 64)),
 }
 
