@@ -145,7 +145,12 @@ def test_a_plan_is_made_applied_and_recorded_for_with_the_same_host_memory(
         told.append(host_limit_bytes)
         return SimpleNamespace(apply=lambda: done.append("applied"))
 
+    def left(*_: Any, host_limit_bytes: int, **__: Any) -> bool:
+        told.append(host_limit_bytes)
+        return False
+
     done: list[str] = []
+    monkeypatch.setattr(ParameterKeeper, "spill_recorded", left)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("cache given back"))
     monkeypatch.setattr(plan_in_effect, "pinnable_bytes", lambda **_: can_pin_bytes)
     monkeypatch.setattr(live_plan, "RecordedStep", taken)
@@ -158,7 +163,7 @@ def test_a_plan_is_made_applied_and_recorded_for_with_the_same_host_memory(
     monkeypatch.setattr(plan_in_effect, "pinnable_bytes", lambda **_: 3)
     live.plan = a_plan(device="cuda")
     live.apply()
-    assert [*told, made_with.tier_capacity_bytes] == 3 * [expected_bytes]
+    assert [*told, made_with.tier_capacity_bytes] == 4 * [expected_bytes]
     # What has left the device by then is torch's still, and would count as held.
     assert done == ["applied", "cache given back"]
 
