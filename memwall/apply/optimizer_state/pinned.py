@@ -144,7 +144,7 @@ class PinnedSpace:
         if torch.cuda.is_current_stream_capturing():
             raise StoreError(
                 "an optimizer's step is being captured into a CUDA graph, and its state is in host memory between "
-                "steps; leave optimizer.step() out of the graph, or plan without moving optimizer state"
+                "steps, or parameters are; leave that out of the graph, or plan without moving optimizer state"
             )
         return torch.cuda.current_stream(self.device)
 

@@ -262,7 +262,7 @@ class SpilledGradient(Tensor):
         if self.taken is None and self._store.handle is not self:
             raise ApplyError(
                 f"{self._store.label} was kept by the loop beyond the moment when it was dropped (zero_grad) or "
-                "replaced, and its elements are gone from the disk; clone() a gradient that is needed later"
+                "replaced, and its elements are gone; clone() a gradient that is needed later"
             )
         return self.taken is None
 

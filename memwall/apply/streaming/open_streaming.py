@@ -29,7 +29,7 @@ def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:
     if others or device.type not in ("cpu", "cuda"):
         return "parameters move from the memory of a CPU or of one CUDA device only"
     if len(models_of(model)) > 1:
-        return "several models are trained together, and parameters move to disk for one alone"
+        return "several models are trained together, and parameters leave memory for one alone"
     optimizers = optimizers_of(given)
     if len(optimizers) > 1:
         return f"several optimizers step the model ({joint_name(optimizers)}), whose state stays in memory"

@@ -368,7 +368,7 @@ class ParameterStreaming:
                 if not member.values.is_here:
                     raise ApplyError(
                         f"backward used {member.name} before the gradient of its block's output was there, when its "
-                        "elements were on disk: an intermediate result left the block on another way than as its "
+                        "elements were away: an intermediate result left the block on another way than as its "
                         "output; return it from forward, or plan without streaming parameters"
                     )
                 with torch.no_grad(), without_subclass_functions():
@@ -376,7 +376,7 @@ class ParameterStreaming:
 
         if member.parameter.requires_grad:
             register = member.parameter.register_post_accumulate_grad_hook
-            member.gradient_hook = Patches("puts gradients on disk").hook(register, accumulated)
+            member.gradient_hook = Patches("sends gradients away").hook(register, accumulated)
 
     def around_step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Returns an optimizer's step below its hooks that has a window of parameters and gradients in memory.
@@ -391,5 +391,5 @@ def _refuse_hooked(model: nn.Module) -> None:
     for name, _ in hooked_parameters(model):
         raise ApplyError(
             f"{name} has a hook that runs when its gradient is accumulated, as steps inside backward do; with "
-            "gradients on disk it would not see them; remove it, or plan without streaming parameters"
+            "gradients away it would not see them; remove it, or plan without streaming parameters"
         )

@@ -110,8 +110,8 @@ class ParameterTier:
         member = StreamedParameter(self, parameter, name)
         self._members[id(parameter)] = member
         if self._patch is None:
-            where = "torch.nn.Parameter.__class__ and .data, of parameters on disk"
-            self._patch = Patches("keeps parameters on disk").add("class", where, lambda: None)
+            where = "torch.nn.Parameter.__class__ and .data, of parameters that are away"
+            self._patch = Patches("keeps parameters away").add("class", where, lambda: None)
         return member
 
     def begin_read(self, members: Iterable[StreamedParameter]) -> None:
@@ -189,7 +189,7 @@ class ParameterTier:
                 self._tell_that_stays(
                     member,
                     "is used outside the block that it belongs to",
-                    "use it through its own module to have it on disk",
+                    "use it through its own module to have it leave",
                 )
                 self.give_up(member)
         self._shrink()
@@ -235,7 +235,7 @@ class ParameterTier:
             return result
         if new is None or not _is_alike(new, member.parameter):
             raise ApplyError(
-                f"{member.name} was given other memory (as .to() and .half() do) while memwall keeps it on disk; "
+                f"{member.name} was given other memory (as .to() and .half() do) while memwall keeps it away; "
                 "change the model before its first step"
             )
         is_passing = is_passing and _is_alone_on_its_memory(new)

@@ -25,8 +25,9 @@ class ParameterHandler(Handler[ParameterPlacement]):
     def apply(self, target: Target) -> None:
         if not any(isinstance(handler, StateHandler) and handler.is_away for handler in target.handlers):
             raise ApplyError(
-                "the plan keeps parameters on disk and the optimizer's state in memory; a step has a few parameters "
-                "in memory only where their state comes from disk too: make the plan again with `memwall plan`"
+                f"the plan keeps parameters on the {self.action.tier} and the optimizer's state in memory; a step has "
+                "a few parameters in memory only where their state comes from there too: make the plan again with "
+                "`memwall plan`"
             )
         target.on_undo(target.parameters.bring_back, is_state=True)
         target.parameters.place(target.model, self.action, host_limit_bytes=target.host_limit_bytes or 0)

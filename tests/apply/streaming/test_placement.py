@@ -198,7 +198,7 @@ def test_parameters_go_only_where_the_optimizers_state_goes_too(tmp_path: Path) 
     model, optimizer, scheduler = made()
     with (
         memwall.fit(model, optimizer, plan=plan_of(model, PARAMETERS), disk=str(tmp_path)),
-        pytest.raises(ApplyError, match="parameters on disk and the optimizer's state in memory"),
+        pytest.raises(ApplyError, match="parameters on the disk and the optimizer's state in memory"),
     ):
         train(model, optimizer, scheduler)
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
