@@ -51,6 +51,7 @@ def _memwall(
     from memwall.apply.streaming.building import Building
     from memwall.apply.streaming.parameter_streaming import ParameterStreaming
     from memwall.apply.streaming.parameter_tier import ParameterTier
+    from memwall.apply.streaming.places import DiskPlace
     from memwall.apply.techniques.recompute import RecomputeLayer
     from memwall.planning.techniques.recompute import Recompute
     from memwall.store.buckets import DiskSpace
@@ -60,7 +61,7 @@ def _memwall(
     with ExitStack() as stack:
         stack.enter_context(tensor_heap())
         pools = [stack.enter_context(TransferPool(ScratchFile(options.disk))) for _ in range(2)]
-        tier = ParameterTier(pools[0], window_bytes=_WINDOW_BYTES, min_bytes=_MIN_BYTES)
+        tier = ParameterTier(DiskPlace(pools[0]), window_bytes=_WINDOW_BYTES, min_bytes=_MIN_BYTES)
         with Building(lambda _: True, lambda: tier):
             model = build()
         streaming = ParameterStreaming(model, tier)
