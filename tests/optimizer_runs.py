@@ -1,5 +1,6 @@
 """A small model trained with any optimizer that may be stepped in parts; whether two runs ended with the same bits."""
 
+import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = [
     "Make",
     "Net",
     "are_equal",
+    "digest_of_training",
     "in_groups",
     "resident_state_bytes",
     "same",
@@ -115,3 +117,14 @@ def resident_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Large tensors of the state that are in memory."""
     tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     return sum(t.nbytes for t in tensors if not t.is_meta and t.nbytes >= KIB)
+
+
+def digest_of_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """A digest of weights and state, wherever they are."""
+    found = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        found.update(tensor.cpu().numpy().tobytes())
+    for _, tensors in sorted(optimizer.state_dict()["state"].items()):
+        for _, value in sorted(tensors.items()):
+            found.update(value.cpu().numpy().tobytes())
+    return found.hexdigest()

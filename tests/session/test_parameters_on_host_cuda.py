@@ -1,7 +1,6 @@
 """A plan for a device that has no room for gradients has parameters and gradients in host memory; a run holds it."""
 
 import gc
-import hashlib
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from fake_steps import record_fake
+from optimizer_runs import digest_of_training
 from torch import Tensor, nn
 
 import memwall
@@ -66,17 +66,6 @@ def plan_for(share: float, **settings: bool) -> tuple[Plan, Plan]:
     return ample, make_plan(trace, msgspec.structs.replace(asked, budget_bytes=base_bytes + int(share * own_bytes)))
 
 
-def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Returns a digest of weights and state."""
-    found = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        found.update(tensor.cpu().numpy().tobytes())
-    for _, tensors in sorted(optimizer.state_dict()["state"].items()):
-        for _, value in sorted(tensors.items()):
-            found.update(value.cpu().numpy().tobytes())
-    return found.hexdigest()
-
-
 def trained(plan: Plan | None, num_steps: int = 4, **settings: bool) -> tuple[str, int]:
     """Returns a digest of weights and state, and the most bytes that the last step held.
 
@@ -97,7 +86,7 @@ def trained(plan: Plan | None, num_steps: int = 4, **settings: bool) -> tuple[st
             optimizer.step()
             optimizer.zero_grad()
         peak_bytes = torch.cuda.max_memory_allocated()
-    return digest(model, optimizer), peak_bytes
+    return digest_of_training(model, optimizer), peak_bytes
 
 
 @pytest.mark.parametrize("settings", [{"foreach": False}, {"foreach": True}, {"fused": True}])
@@ -138,7 +127,7 @@ def ran(budget_bytes: int, **settings: bool) -> tuple[str, Session]:
             model(torch.randn(8, WIDTH, device="cuda")).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return digest(model, optimizer), session
+    return digest_of_training(model, optimizer), session
 
 
 @SMALL_CONTEXT
@@ -185,7 +174,7 @@ def test_parts_of_a_batch_clipping_an_evaluation_and_a_state_dict_see_the_same()
                     seen.append(float(model(torch.ones(4, WIDTH, device="cuda")).sum()))
                 model.train()
                 seen.append(sum(float(value.double().sum()) for value in model.state_dict().values()))
-        return digest(model, optimizer), seen, 0 if session is None else session.measured.overall_peak_bytes
+        return digest_of_training(model, optimizer), seen, 0 if session is None else session.measured.overall_peak_bytes
 
     expected = run(0)[:2]
     gc.collect()

@@ -1,7 +1,6 @@
 """A plan for a device whose host has no room for the optimizer's state has it on disk, and a run holds what it says."""
 
 import gc
-import hashlib
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from fake_steps import record_fake
+from optimizer_runs import digest_of_training
 from torch import nn
 
 import memwall
@@ -86,13 +86,7 @@ def trained(plan: Plan | None, disk: Path) -> tuple[str, int]:
             optimizer.step()
             optimizer.zero_grad()
         peak_bytes = torch.cuda.max_memory_allocated()
-        found = hashlib.sha256()
-        for tensor in model.state_dict().values():
-            found.update(tensor.cpu().numpy().tobytes())
-        for _, tensors in sorted(optimizer.state_dict()["state"].items()):
-            for _, value in sorted(tensors.items()):
-                found.update(value.cpu().numpy().tobytes())
-    return found.hexdigest(), peak_bytes
+    return digest_of_training(model, optimizer), peak_bytes
 
 
 def test_state_that_the_host_has_no_room_for_is_on_disk_and_the_device_holds_what_is_foreseen(tmp_path: Path) -> None:
