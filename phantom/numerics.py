@@ -173,6 +173,10 @@ def _queue_values(
     ]
     # What is written in place is a tensor of the arguments: the operation on the CPU writes it likewise.
     own = OWN_VALUES.get(func)
+    for each in outs if own is not None else ():
+        # The seed of an attention's dropout lies on the host, and is read when its backward is launched.
+        if isinstance(each, Tensor) and each.ndim == 0 and each.dtype == torch.int64 and each.device.type == "cpu":
+            each.data.fill_(seed)
 
     def compute() -> None:
         if own is not None:

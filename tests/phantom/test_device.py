@@ -111,3 +111,20 @@ def test_values_that_come_late_change_no_version_that_autograd_counts() -> None:
     torch.cuda.synchronize()
     assert any(not tensor.is_cuda for tensor, _ in seen)
     assert all(tensor._version == version for tensor, version in seen)
+
+
+@pytest.mark.phantom(order="lazy")
+def test_the_backward_of_an_attention_drops_what_its_forward_dropped_however_late_that_is_computed() -> None:
+    """GIVEN work that nobody waits for between them THEN gradients are those of a forward that was waited for."""
+
+    def gradient(*, waits: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        q = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(1)).cuda().requires_grad_()
+        out = torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        if waits:
+            torch.cuda.synchronize()
+        out.square().sum().backward()
+        assert q.grad is not None
+        return q.grad.cpu()
+
+    assert torch.equal(gradient(waits=False), gradient(waits=True))
