@@ -66,6 +66,14 @@ def process_bytes() -> int:
         return _bytes_elsewhere()
 
 
+def mapped_bytes() -> int:
+    """Returns the part of these that are pages of files or shared; 0 where the system does not tell."""
+    try:
+        return int(_read(_STATM).split(maxsplit=3)[2]) * _PAGE_BYTES
+    except FileNotFoundError:
+        return 0
+
+
 def _bytes_elsewhere() -> int:
     """Returns the resident bytes on a system without /proc."""
     import psutil  # half a MiB that Linux needs not

@@ -52,6 +52,7 @@ class PlanInEffect:
         host_capacity_bytes: the most host memory to take below a CUDA device; None for what can be pinned.
 
     Attributes:
+        disk: where bytes go that have no room in memory; None for the system's folder for such files.
         allocator: the heap that tensors on a CPU get.
         parameters: which parameters are on disk.
         keeper: where the optimizer's state is.
@@ -71,7 +72,7 @@ class PlanInEffect:
         disk_capacity_bytes: int | None,
         host_capacity_bytes: int | None,
     ) -> None:
-        self._borders, self._measured, self._set_by_loop, self._disk = borders, measured, set_by_loop, disk
+        self._borders, self._measured, self._set_by_loop, self.disk = borders, measured, set_by_loop, disk
         self.disk_capacity_bytes, self._host_capacity_bytes = disk_capacity_bytes, host_capacity_bytes
         self.host_limit_bytes: int | None = None
         """Host memory below a model on CUDA: what plans are made with is what they are applied with."""
@@ -156,7 +157,7 @@ class PlanInEffect:
             self._borders.attached_model,
             plan.actions,
             block_order=order,
-            disk=self._disk,
+            disk=self.disk,
             disk_capacity_bytes=self.disk_capacity_bytes,
             allocator=self.allocator,
             micro=self.micro,

@@ -29,7 +29,6 @@ from memwall.session.watch.budget_watch import BudgetWatch, place_of
 from memwall.session.watch.growth import GrowthWatch
 from memwall.session.watch.room import RoomBetweenSteps
 from memwall.session.watch.step_metrics import StepLog
-from memwall.torch_internals.compiler import is_compiled
 from memwall.torch_internals.dispatch import end_stand_in, out_of_inference_mode
 from memwall.trace.together import models_of
 
@@ -71,7 +70,8 @@ class Steps:
         self._watch = BudgetWatch(self.measured, lambda: place_of(self.borders.phase, self.state))
         self._growth = GrowthWatch(
             budget_bytes=lambda: self.live.budget_bytes,
-            is_compiled=lambda: any(map(is_compiled, self.borders.attached_model.modules())),
+            model=lambda: self.borders.attached_model,
+            disk=lambda: self.live.in_effect.disk,
         )
         self._peak_bytes: int | None = None
         """Keeps the most that was held when the present forward began; None where that is to be read anew."""
@@ -352,7 +352,7 @@ class Steps:
             if peak_bytes is None:
                 peak_bytes = self.measured.held_peak_bytes()
             self.recovery.begin_step(peak_bytes, is_told=self.log.on_step is not None)
-            self._growth.begin_step(self.measured.standing_bytes or self.measured.meter.now_bytes())
+            self._growth.begin_step(self.measured.standing_bytes or self.measured.meter.now_bytes(), device)
         if self.live.in_effect.num_changes != num_changes:
             self._clock.forget()
             self._room.restart()

@@ -1,8 +1,10 @@
-"""Notes what memory the tensors of a step take, and which line of the user's code made them; asks later what lives."""
+"""Notes what memory the tensors of a step take, and which line and module made them; asks later what lives."""
 
+import sys
 import threading
-from collections import Counter
-from typing import Any
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +14,39 @@ from memwall.torch_internals.dispatch import StepMode, active_dispatch_modes, le
 from memwall.torch_internals.storages import StorageWeakRef
 from memwall.trace.source_lines import SourceLines
 
+__all__ = ["Births", "Living"]
+
+
+class Living(NamedTuple):
+    """Says what a line has made that is still held."""
+
+    line: str
+    """The line of the user's code; "" for none."""
+    num_bytes: int
+    modules: tuple[str, ...]
+    """Paths of the modules in which it ran, the one with the most first; none where that was outside of all."""
+
+
+class _Birth(NamedTuple):
+    storage: StorageWeakRef
+    num_bytes: int
+    line: int
+    module: str
+
 
 class Births(StepMode):
-    """Notes from construction until `stop`; what it notes keeps nothing alive."""
+    """Notes from construction until `stop`; what it notes keeps nothing alive.
 
-    def __init__(self) -> None:
+    Args:
+        model: whose modules are named.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._source = SourceLines()
-        self._born: dict[int, tuple[StorageWeakRef, int, int]] = {}
-        """Storages by address: the reference, bytes, and index of the line."""
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._born: dict[int, _Birth] = {}
+        """Storages by address."""
         self._thread, self._is_stopped = threading.get_ident(), False
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -35,13 +61,18 @@ class Births(StepMode):
             leave_mode(self)
         self._is_stopped = True
 
-    def living_bytes(self) -> dict[str, int]:
-        """Returns the bytes noted that are still held, by line of the user's code, the most first."""
-        living: Counter[str] = Counter()
-        for reference, num_bytes, line in self._born.values():
-            if not reference.expired():
-                living[self._source.texts[line] if line >= 0 else ""] += num_bytes
-        return dict(living.most_common())
+    def living(self) -> list[Living]:
+        """Returns what was noted and is still held, by line of the user's code, the most first."""
+        living: dict[int, dict[str, int]] = {}
+        for storage, num_bytes, line, module in self._born.values():
+            if not storage.expired():
+                modules = living.setdefault(line, {})
+                modules[module] = modules.get(module, 0) + num_bytes
+        found = []
+        for line, modules in living.items():
+            ordered = sorted(filter(None, modules), key=lambda module: -modules[module])
+            found.append(Living(self._source.texts[line] if line >= 0 else "", sum(modules.values()), tuple(ordered)))
+        return sorted(found, key=lambda each: -each.num_bytes)
 
     def _is_innermost(self) -> bool:
         modes = active_dispatch_modes()
@@ -52,17 +83,37 @@ class Births(StepMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if not self._is_stopped and not is_region(func):
-            for made in out if isinstance(out, (tuple, list)) else (out,):
-                # Of a tensor that stands for others the parts are seen when they are made.
-                if type(made) in (Tensor, nn.Parameter) and made.layout is torch.strided:
-                    self._note(made)
+            # What is written into, or seen in part, was there before the operation: state, say, and parameters.
+            given = {tensor.untyped_storage().data_ptr() for tensor in _plain_in((*args, *(kwargs or {}).values()))}
+            for made in _plain_in((out,)):
+                self._note(made, given)
         return out
 
-    def _note(self, tensor: Tensor) -> None:
+    def _note(self, tensor: Tensor, given: set[int]) -> None:
         storage = tensor.untyped_storage()
         address, num_bytes = storage.data_ptr(), storage.nbytes()
-        if not address or not num_bytes:
+        if not address or not num_bytes or address in given:
             return
         known = self._born.get(address)
-        if known is None or known[0].expired():
-            self._born[address] = StorageWeakRef(storage), num_bytes, self._source.find()
+        if known is None or known.storage.expired():
+            self._born[address] = _Birth(StorageWeakRef(storage), num_bytes, self._source.find(), self._module())
+
+    def _module(self) -> str:
+        """Returns the path of the innermost module one of whose methods runs; "" in none."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_varnames[:1] == ("self",):
+                path: str = self._paths.get(id(frame.f_locals.get("self")), "")
+                if path:
+                    return path
+            frame = frame.f_back
+        return ""
+
+
+def _plain_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields tensors with a storage; of one that stands for others the parts are seen when they are made."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _plain_in(value)
+        elif type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided:
+            yield value

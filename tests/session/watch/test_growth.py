@@ -1,10 +1,12 @@
 """A run that needs more with each step is told so within 20 steps, with the lines; one that does not never is."""
 
 import logging
+import os
 import random
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import memwall
+from memwall.machine.meter import mapped_bytes
 from memwall.session.watch.growth import GrowthWatch
 
 MIB = 1 << 20
@@ -25,18 +28,25 @@ def _log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
 
 
-def watched(values: Sequence[int], *, is_compiled: bool = False, step: Callable[[int], object] = lambda _: None) -> int:
+def watched(
+    values: Sequence[int],
+    *,
+    model: nn.Module | None = None,
+    step: Callable[[int], object] = lambda _: None,
+    disk: str | None = None,
+) -> int:
     """Runs steps that begin with so many bytes; returns how many."""
-    watch = GrowthWatch(budget_bytes=lambda: BUDGET_BYTES, is_compiled=lambda: is_compiled)
+    followed = nn.Module() if model is None else model
+    watch = GrowthWatch(budget_bytes=lambda: BUDGET_BYTES, model=lambda: followed, disk=lambda: disk)
     for i, standing_bytes in enumerate(values):
-        watch.begin_step(standing_bytes)
+        watch.begin_step(standing_bytes, torch.device("cpu"))
         step(i)
         watch.end_step()
     watch.close()
     return len(values)
 
 
-def test_the_lines_that_keep_tensors_are_named_within_24_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_lines_that_keep_tensors_are_named_within_20_steps(caplog: pytest.LogCaptureFixture) -> None:
     """GIVEN a loop that keeps an output of each step with its graph THEN its lines are named, and what to keep."""
     kept: list[Tensor] = []
 
@@ -45,26 +55,73 @@ def test_the_lines_that_keep_tensors_are_named_within_24_steps(caplog: pytest.Lo
         (output * 2).sum()  # of which nothing is kept
         kept.append(output)
 
-    watched([100 * MIB + 2 * MIB * i for i in range(24)], step=step)
+    watched([100 * MIB + 2 * MIB * i for i in range(20)], step=step)
     (message,) = caplog.messages
     assert message.startswith(
         "memory grows by 2.0 MiB with each step, and what is held between steps reaches the budget in about "
     )
-    assert "what step 20 of the plan made here still lives 3 steps later: " in message
+    assert "what step 16 of the plan made here still lives 3 steps later: " in message
     assert re.search(r"test_growth\.py:\d+ step \(2\.0 MiB\)\. A list or a dictionary", message)
 
 
-def test_what_is_held_outside_tensors_is_said_only_once_it_has_risen_for_longer(
+def test_modules_that_keep_tensors_are_named_with_their_line(caplog: pytest.LogCaptureFixture) -> None:
+    """GIVEN blocks that keep what they have computed WHEN it grows THEN the line is named once, with its modules."""
+
+    class Block(nn.Module):
+        def __init__(self, num_numbers: int) -> None:
+            super().__init__()
+            self.num_numbers, self.seen = num_numbers, list[Tensor]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(torch.ones(self.num_numbers))
+            return x
+
+    model = nn.Sequential(Block(MIB // 8), Block(MIB // 4))
+    watched([100 * MIB + 2 * MIB * i for i in range(20)], model=model, step=lambda _: model(torch.ones(1)))
+    assert re.search(r"test_growth\.py:\d+ forward in 1 and 1 modules more \(1\.5 MiB\)", caplog.messages[0])
+
+
+def test_state_that_a_step_writes_into_is_none_that_it_has_made(caplog: pytest.LogCaptureFixture) -> None:
+    """GIVEN a step that updates what is there, and keeps nothing WHEN memory grows THEN no line is named."""
+    state, views = torch.zeros(MIB), list[Tensor]()
+
+    def step(_: int) -> None:
+        views[:] = [state.add_(1)[: MIB // 2]]
+        torch._foreach_mul_([state], 2.0)
+
+    watched([100 * MIB + 2 * MIB * i for i in range(20)], step=step)
+    assert "no tensor of step 16 of the plan is held" in caplog.messages[0]
+
+
+def test_what_is_held_outside_tensors_is_said_within_20_steps_where_each_adds_to_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def step(_: int) -> None:
-        torch.ones(MIB)
+    draw = random.Random(0)
+    watched([100 * MIB + 4 * MIB * i + draw.randrange(6 * MIB) for i in range(20)], step=lambda _: torch.ones(MIB))
+    assert "no tensor of step 16 of the plan is held: it is Python objects" in caplog.messages[0]
 
+
+def test_what_is_held_outside_tensors_is_else_said_only_once_it_has_risen_for_longer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rising = [100 * MIB + MIB * i for i in range(110)]
-    watched(rising[:100], step=step)
+    watched(rising[:98], step=lambda _: torch.ones(MIB))
     assert caplog.messages == []
-    watched(rising, step=step)
-    assert "no tensor of step 20 of the plan is held: it is Python objects" in caplog.messages[0]
+    watched(rising, step=lambda _: torch.ones(MIB))
+    assert "of the plan is held: it is Python objects" in caplog.messages[0]
+
+
+def test_pages_of_files_are_no_growth(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a loop that reads its samples from a mapped file, whose pages stay WHEN it runs THEN nothing is said."""
+    read = [0]
+    monkeypatch.setattr("memwall.session.watch.growth.mapped_bytes", lambda: read[0])
+
+    def step(number: int) -> None:
+        read[0] = MIB * (number + 1)
+
+    watched([100 * MIB + MIB * i for i in range(400)], step=step)
+    assert caplog.messages == []
+    assert mapped_bytes() > 0
 
 
 def test_tensors_that_stand_for_others_are_no_failure(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,12 +136,14 @@ def test_tensors_that_stand_for_others_are_no_failure(caplog: pytest.LogCaptureF
     def made() -> Tensor:
         return Tensor._make_wrapper_subclass(Wrapper, (2, 2))  # type: ignore[attr-defined,no-any-return]
 
-    watched([100 * MIB + MIB * i for i in range(24)], step=lambda _: made() * 2)
+    watched([100 * MIB + MIB * i for i in range(18)], step=lambda _: made() * 2)
     assert caplog.messages == []
 
 
 def test_a_compiled_model_is_not_looked_into(caplog: pytest.LogCaptureFixture) -> None:
-    watched([100 * MIB + MIB * i for i in range(20)], is_compiled=True)
+    model = torch.compile(nn.Linear(1, 1))
+    assert isinstance(model, nn.Module)
+    watched([100 * MIB + MIB * i for i in range(20)], model=model)
     assert "which lines do that is not known" in caplog.messages[0]
 
 
@@ -102,6 +161,68 @@ def test_open_files_that_grow_are_said_with_the_last_one(caplog: pytest.LogCaptu
     (message,) = caplog.messages
     assert message.startswith("open files grow by 4.0 with each step: ")
     assert message.endswith("-3")
+
+
+def disk_with(monkeypatch: pytest.MonkeyPatch, free_bytes: Callable[[], int]) -> None:
+    """Has each disk say that so much of it is free."""
+    real = os.statvfs
+
+    def said(path: str) -> SimpleNamespace:
+        assert real(path)
+        return SimpleNamespace(f_bavail=free_bytes(), f_frsize=1)
+
+    monkeypatch.setattr(os, "statvfs", said)
+
+
+def test_a_disk_that_a_file_fills_is_said_within_20_steps_with_the_file(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GIVEN a log that grows in each step THEN the disk is said to be full soon, and what fills it."""
+    left = [1000 * MIB]
+    disk_with(monkeypatch, lambda: left[0])
+    with (tmp_path / "all.log").open("wb", buffering=0) as file:
+
+        def step(_: int) -> None:
+            file.write(bytes(4 * MIB))
+            left[0] -= 4 * MIB
+
+        watched([MIB] * 21, step=step, disk=str(tmp_path))
+    message = caplog.messages[0]
+    assert "has 4.0 MiB less free with each step, and is full in about 2" in message
+    assert "all.log has grown by 12.0 MiB in 3 of them" in message
+
+
+def test_of_files_that_are_closed_again_none_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    left = [1000 * MIB]
+    disk_with(monkeypatch, lambda: left[0])
+
+    def step(_: int) -> None:
+        left[0] -= 4 * MIB
+
+    watched([MIB] * 21, step=step, disk=str(tmp_path))
+    assert "no file that stays open grows: it is files that are written and closed, or another" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("kind", ["large", "saves", "others"])
+def test_of_a_disk_that_lasts_nothing_is_said(
+    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GIVEN a large disk, one that gets a file now and then, or others that write and delete THEN nothing is said."""
+    number, draw = [0], random.Random(0)
+    free_bytes = {
+        "large": lambda: (1 << 50) - 4 * MIB * number[0],
+        "saves": lambda: 100_000 * MIB - 300 * MIB * (number[0] // 50),
+        "others": lambda: 10_000 * MIB - draw.randrange(2_000 * MIB),
+    }[kind]
+    disk_with(monkeypatch, free_bytes)
+
+    def step(i: int) -> None:
+        number[0] = i
+
+    watched([MIB] * 300, step=step, disk=str(tmp_path))
+    assert caplog.messages == []
 
 
 @settings(max_examples=40)

@@ -1,0 +1,54 @@
+"""Notices what grows beside the tensors of a CUDA device: free memory in pieces, and the host's memory."""
+
+import logging
+
+import torch
+
+from memwall.machine.meter import mapped_bytes, process_bytes
+from memwall.session.watch.even_rise import EvenRise
+from memwall.units import format_bytes
+
+__all__ = ["DeviceMemoryWatch"]
+
+_log = logging.getLogger(__name__)
+
+_LEAST_BYTES = 32 << 20
+
+
+class DeviceMemoryWatch:
+    """Looks once a step at what a device's segments have free, and at the process on the host; says once that it grows.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free, self._host = EvenRise(_LEAST_BYTES), EvenRise(_LEAST_BYTES)
+        self._said: set[str] = set()
+
+    def begin_step(self) -> None:
+        """Looks; to be called when a step begins."""
+        if "free" not in self._said:
+            reserved_bytes = torch.cuda.memory_reserved(self._device)
+            allocated_bytes = torch.cuda.memory_allocated(self._device)
+            self._free.add(reserved_bytes - allocated_bytes)
+            if (rise := self._free.per_step()) is not None:
+                self._said.add("free")
+                _log.warning(
+                    "reserved memory grows away from what tensors hold by %s with each step: %s are reserved, and %s "
+                    "allocated as a step begins; it is free in pieces that no tensor fits, as of batches of many "
+                    "sizes: have PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or fewer sizes",
+                    format_bytes(int(rise)),
+                    format_bytes(reserved_bytes),
+                    format_bytes(allocated_bytes),
+                )
+        if "host" not in self._said:
+            self._host.add(process_bytes() - mapped_bytes())
+            if (rise := self._host.per_step()) is not None:
+                self._said.add("host")
+                _log.warning(
+                    "host memory grows by %s with each step: tensors that are kept there, Python objects, or what a "
+                    "data loader of this process holds",
+                    format_bytes(int(rise)),
+                )

@@ -1,0 +1,97 @@
+"""Tells when a figure that is looked at once a step rises evenly, which nothing healthy does for long.
+
+Its smallest values in four stretches of steps must rise by about as much from each to the next: a heap that warms up
+rises less and less, and samples of different length rise and fall.
+"""
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import correlation
+
+__all__ = ["EvenRise", "rise_per_step"]
+
+STRETCHES = (4, 20, 80)
+"""Steps in each of the four stretches: what grows fast is found in 16 steps, what grows slowly later."""
+_NUM_STRETCHES = 4
+_FIRST_STEPS = _NUM_STRETCHES * STRETCHES[0] + 1
+"""Steps after which what came before the first of them does not count any more."""
+_EVEN = 0.5
+"""The least rise from one stretch to the next, as a share of the largest."""
+_STRAIGHT, _STRAIGHT_LEAST = 0.985, 2
+"""The correlation with time of what grows in each step, and how often the least rise that is in all."""
+
+
+def rise_per_step(values: Sequence[float], stretch: int, least: float) -> float | None:
+    """Returns how much values rise with each step, where they do so evenly; None where they don't.
+
+    Args:
+        values: one for each step, the last one last.
+        stretch: steps in each of the four parts whose smallest values are compared.
+        least: what they must have risen by in all.
+    """
+    last = values[-_NUM_STRETCHES * stretch :]
+    if len(last) < _NUM_STRETCHES * stretch or min(last[-stretch:]) - min(last[:stretch]) < least:
+        return None  # as in nearly every step, and quickly found
+    lows = [min(last[i : i + stretch]) for i in range(0, len(last), stretch)]
+    rises = [after - before for before, after in itertools.pairwise(lows)]
+    rise = (lows[-1] - lows[0]) / (len(rises) * stretch)
+    # Values may go up and down within a stretch, beside the rise itself, by half of what they have risen by.
+    swing = max(max(last[i : i + stretch]) - low for i, low in zip(range(0, len(last), stretch), lows, strict=True))
+    if lows[-1] - lows[0] < max(least, 2 * (swing - rise * stretch)) or min(rises) < _EVEN * max(rises):
+        return None
+    return rise
+
+
+class EvenRise:
+    """Keeps what a figure was in the last 320 steps.
+
+    Args:
+        least: what four stretches must have risen by; less is what moves without growth.
+    """
+
+    def __init__(self, least: float) -> None:
+        self._least_rise = least
+        self._values: deque[float] = deque(maxlen=_NUM_STRETCHES * STRETCHES[-1])
+        self._lowest = math.inf
+        """The least of the values that are kept."""
+        self._has_first = True
+        self.may_rise = False
+        """Whether the last value is so much above another one that it may be growth."""
+
+    def add(self, value: float) -> None:
+        """Adds what the figure is as a step begins."""
+        self._values.append(value)
+        if self._has_first and len(self._values) == _FIRST_STEPS:
+            # What the recorded step had left was often less, and would have each of the next 300 looked at closely.
+            self._values.popleft()
+            self._lowest, self._has_first = min(self._values), False
+        self._lowest = min(self._lowest, value)
+        self.may_rise = value - self._lowest >= self._least_rise
+
+    def per_step(self, *, is_slow: bool = False) -> float | None:
+        """Returns how much the figure rises with each step, where it does so evenly; None where it does not.
+
+        Args:
+            is_slow: whether to judge by longer stretches alone.
+        """
+        if not self.may_rise:
+            return None  # as in nearly every step, and quickly found
+        values = list(self._values)
+        self._lowest = min(values)
+        rises = (rise_per_step(values, stretch, self._least_rise) for stretch in STRETCHES[is_slow:])
+        return next((rise for rise in rises if rise is not None), None)
+
+    def is_straight(self) -> bool:
+        """Tells whether the last steps lie on a line, as what a loop adds in each of them does and a heap does not."""
+        last = list(self._values)[-_FIRST_STEPS + 1 :]
+        return (
+            last[-1] - last[0] >= _STRAIGHT_LEAST * self._least_rise
+            and correlation(range(len(last)), last) >= _STRAIGHT
+        )
+
+    def forget(self) -> None:
+        """Begins anew."""
+        self._values.clear()
+        self._lowest, self.may_rise = math.inf, False

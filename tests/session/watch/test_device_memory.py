@@ -1,0 +1,63 @@
+"""Beside a CUDA device's tensors, what its segments have free and the host's memory are said when they grow."""
+
+import random
+
+import pytest
+import torch
+
+from memwall.session.watch.device_memory import DeviceMemoryWatch
+
+MIB = 1 << 20
+
+
+class Figures:
+    """What the allocator and the system say."""
+
+    reserved = allocated = host = mapped = 0
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> Figures:
+    said = Figures()
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: said.reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: said.allocated)
+    monkeypatch.setattr("memwall.session.watch.device_memory.process_bytes", lambda: said.host)
+    monkeypatch.setattr("memwall.session.watch.device_memory.mapped_bytes", lambda: said.mapped)
+    return said
+
+
+def test_segments_that_grow_away_from_tensors_are_said_within_20_steps(
+    figures: Figures, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = DeviceMemoryWatch(torch.device("cuda", 0))
+    for number in range(20):
+        figures.reserved, figures.allocated = (1000 + 4 * number) * MIB, 600 * MIB
+        watch.begin_step()
+    (message,) = caplog.messages
+    assert message.startswith("reserved memory grows away from what tensors hold by 4.0 MiB with each step: 1.")
+    assert "600.0 MiB allocated as a step begins" in message
+
+
+def test_host_memory_is_said_within_20_steps_and_pages_of_files_are_not(
+    figures: Figures, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = DeviceMemoryWatch(torch.device("cuda", 0))
+    for number in range(20):
+        figures.host = figures.mapped = 8 * MIB * number
+        watch.begin_step()
+    assert caplog.messages == []
+    for _ in range(20):
+        figures.host += 8 * MIB
+        watch.begin_step()
+    (message,) = caplog.messages
+    assert message.startswith("host memory grows by 8.0 MiB with each step: tensors that are kept there")
+
+
+def test_nothing_is_said_of_300_healthy_steps(figures: Figures, caplog: pytest.LogCaptureFixture) -> None:
+    watch, draw = DeviceMemoryWatch(torch.device("cuda", 0)), random.Random(0)
+    for number in range(300):
+        figures.allocated = draw.randrange(900 * MIB)
+        figures.reserved = 1000 * MIB + 200 * MIB * (number > 100)
+        figures.host = int(2000 * MIB * (1 - 0.9**number)) + draw.randrange(16 * MIB)
+        watch.begin_step()
+    assert caplog.messages == []
