@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from memwall.apply.blocks.hidden_state import HiddenState
 from memwall.apply.blocks.outer_variables import Variable, variables_of_code
+from memwall.apply.memory.exhaustion import is_exhaustion
 from memwall.apply.streaming.guard import GuardedParameter
 from memwall.machine.process_group import num_processes
 from memwall.torch_internals.autograd import version_of
@@ -111,8 +112,13 @@ class ModelState:
     @torch.no_grad()
     def why_not(self) -> str | None:
         """Returns why the state cannot be put back; None if it can."""
-        with without_dispatch(), without_subclass_functions():
-            lost = self._lost_first or self._lost()
+        try:
+            with without_dispatch(), without_subclass_functions():
+                lost = self._lost_first or self._lost()
+        except Exception as error:
+            if not is_exhaustion(error):
+                raise
+            return "there is no memory left to see what its forward has changed"
         if self._cached is not None:
             return f"{self._cached} computes a parameter from buffers, and torch may have kept what it has computed"
         if lost is not None:

@@ -334,6 +334,23 @@ def test_memory_that_runs_out_for_what_is_kept_ends_no_run(
     assert session.measured.oom_recoveries == 1
 
 
+def test_memory_that_runs_out_once_more_while_changes_are_looked_for_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a forward that fails WHEN what it has changed cannot be compared either THEN its own failure is said."""
+    model, optimizer = made()
+    with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session:
+        train(model, optimizer)
+        failing, original = Bomb(), ModelState._lost
+        failing.num_left = model.bomb.num_left = 1
+        monkeypatch.setattr(ModelState, "_lost", lambda state: failing.passes() or original(state))  # type: ignore[func-returns-value]
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            model(torch.randn(SAMPLES, 64))
+        assert caught.value.__context__ is None
+        assert "no memory left to see what its forward has changed" in str(session.explained(caught.value))
+    assert failing.num_left == 0
+
+
 def test_another_error_passes_as_it_is(tmp_path: Path) -> None:
     model, optimizer = made()
     with memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)) as session:
