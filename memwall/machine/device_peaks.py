@@ -18,6 +18,8 @@ _Statistics = dict[str, Any]
 class AllocatorPeak(Struct, frozen=True, kw_only=True):
     """Holds what torch's caching allocator counts of a device."""
 
+    active_bytes: int
+    """Bytes of blocks that were in use at once, at most: those handed out, and those that a stream still reads."""
     allocated_bytes: int
     """Bytes of blocks that were handed out at once, at most."""
     reserved_bytes: int
@@ -91,8 +93,8 @@ def allocator_peak(device: torch.device) -> AllocatorPeak:
     kept = _separate.get(_index_of(device))
     found = torch.cuda.memory_stats_as_nested_dict(device) if kept is None else kept.statistics()
     if not found:
-        return AllocatorPeak(allocated_bytes=0, reserved_bytes=0, inactive_bytes=0, num_retries=0)
-    peaks = {name: int(found[name]["all"]["peak"]) for name in ("allocated_bytes", "reserved_bytes")}
+        return AllocatorPeak(active_bytes=0, allocated_bytes=0, reserved_bytes=0, inactive_bytes=0, num_retries=0)
+    peaks = {name: int(found[name]["all"]["peak"]) for name in ("active_bytes", "allocated_bytes", "reserved_bytes")}
     inactive_bytes = int(found["inactive_split_bytes"]["all"]["peak"])
     return AllocatorPeak(**peaks, inactive_bytes=inactive_bytes, num_retries=int(found["num_alloc_retries"]))
 

@@ -5,6 +5,7 @@ import gc
 import mmap
 import os
 import resource
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -218,6 +219,11 @@ class CudaMeter:
 
     def now_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.place) + self._beside_bytes()
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Returns what the device has."""
+        return int(torch.cuda.get_device_properties(self.place).total_memory)
 
     def others_bytes(self) -> int | None:
         self._beside_bytes()

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -90,24 +90,78 @@ class _JsonLines:
 
 
 class _Prometheus:
-    """Writes the last step in base units, whole each time (https://prometheus.io/docs/instrumenting/exposition_formats)."""
+    """Writes the last step in base units, whole each time (https://prometheus.io/docs/instrumenting/exposition_formats).
+
+    Counts are those since this process began, as counters are.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
-            from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+            from prometheus_client import CollectorRegistry, write_to_textfile
         except ImportError as error:
             raise UsageError(_missing(path, "prometheus-client")) from error
-        self._write = write_to_textfile
-        self._path, self._registry, self._gauge = path, CollectorRegistry(), Gauge
-        self._gauges: dict[str, Any] = {}
+        self._write, self._path, self._registry = write_to_textfile, path, CollectorRegistry()
+        self._last: StepMetrics | None = None
+        self._step_seconds: float | None = None
+        self._moved = {"out": 0, "in": 0}
+        self._registry.register(self)
         path.touch()
 
     def write(self, metrics: StepMetrics) -> None:
-        for name, value in _figures(metrics).items():
-            if name not in self._gauges:
-                self._gauges[name] = self._gauge(f"memwall_{name}", _WORDS[name], registry=self._registry)
-            self._gauges[name].set(value)
+        self._last = metrics
+        if metrics.step_seconds is not None:
+            self._step_seconds = metrics.step_seconds
+        self._moved["out"] += metrics.bytes_to_tier
+        self._moved["in"] += metrics.bytes_from_tier
         self._write(str(self._path), self._registry)
+
+    def collect(self) -> Iterator[Any]:
+        """Yields the families of the last step, as the library asks for them."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        last = self._last
+        if last is None:
+            return
+        gauges: dict[str, tuple[str, dict[str, float | None]]] = {
+            "memory_peak_bytes": ("The most that the process held in the last step", {"": last.peak_bytes}),
+            "memory_predicted_peak_bytes": ("The most that the plan foresees of a step", {"": last.forecast_bytes}),
+            "memory_predicted_bytes": (
+                "Tensors where the plan foresees most of them, by category",
+                {**last.forecast_by_category},
+            ),
+            "memory_budget_bytes": ("What the process may hold", {"": last.budget_bytes}),
+        }
+        for name, (words, values) in gauges.items():
+            labels = ["device", "category"] if name == "memory_predicted_bytes" else ["device"]
+            family = GaugeMetricFamily(f"memwall_{name}", words, labels=labels)
+            for category, value in values.items():
+                if value is not None:
+                    family.add_metric([last.device, category][: len(labels)], value)
+            yield family
+        error = last.forecast_bytes / last.peak_bytes - 1 if last.forecast_bytes and last.peak_bytes else None
+        plain = {
+            "prediction_error_ratio": ("By what part of it the forecast is above what was held", error),
+            "step_seconds": ("Seconds of the last step that was timed", self._step_seconds),
+            "plan_actions": ("Actions of the plan in effect", last.num_actions),
+        }
+        for name, (words, value) in plain.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"memwall_{name}", words, value=value)
+        counts = {
+            "steps": ("Training steps", last.step),
+            "replans": ("Plans that were made again", last.num_replans),
+            "oom_recoveries": ("Steps that were done again after memory ran out", last.oom_recoveries),
+            "alloc_retries": ("Requests granted after the allocator's cache was given back", last.num_alloc_retries),
+        }
+        for name, (words, count) in counts.items():
+            if count is not None:
+                yield CounterMetricFamily(f"memwall_{name}", words, value=count)
+        moved = CounterMetricFamily(
+            "memwall_offload_bytes", "Bytes moved to the next tier, and back", labels=["direction"]
+        )
+        for direction, num_bytes in self._moved.items():
+            moved.add_metric([direction], num_bytes)
+        yield moved
 
     def close(self) -> None:
         """Leaves the last step there."""
@@ -124,31 +178,44 @@ class _TensorBoard:
         self._writer: Any = SummaryWriter(str(path))
 
     def write(self, metrics: StepMetrics) -> None:
-        for name, value in _figures(metrics).items():
-            self._writer.add_scalar(f"memwall/{name}", value, metrics.step, walltime=metrics.unix_seconds)
+        for name, value in (*_figures(metrics), *_of_device(metrics)):
+            self._writer.add_scalar(name, value, metrics.step, walltime=metrics.unix_seconds)
 
     def close(self) -> None:
         self._writer.close()
 
 
-_WORDS = {
-    "step": "Training steps so far",
-    "step_seconds": "Seconds of the last step that was timed",
-    "peak_bytes": "The most that the process held in the last step",
-    "budget_bytes": "What the process may hold",
-    "forecast_bytes": "The most that the plan foresees of a step",
-    "bytes_to_tier": "Bytes that the last step moved to the next tier",
-    "bytes_from_tier": "Bytes that the last step fetched back",
-    "num_actions": "Actions of the plan in effect",
-    "num_replans": "Plans that were made again",
-    "oom_recoveries": "Steps that were done again after memory ran out",
-}
+_SCALARS = (
+    "step_seconds",
+    "peak_bytes",
+    "budget_bytes",
+    "forecast_bytes",
+    "bytes_to_tier",
+    "bytes_from_tier",
+    "num_actions",
+    "num_replans",
+    "oom_recoveries",
+)
 
 
-def _figures(metrics: StepMetrics) -> dict[str, float]:
-    """Returns the numbers of a step by name, without those that are not known."""
-    values = ((name, getattr(metrics, name)) for name in _WORDS)
-    return {name: value for name, value in values if value is not None}
+def _figures(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
+    """Yields the numbers of a step by name, without those that are not known."""
+    for name in _SCALARS:
+        if (value := getattr(metrics, name)) is not None:
+            yield f"memwall/{name}", value
+    for category, num_bytes in metrics.forecast_by_category.items():
+        yield f"memwall/forecast/{category}_bytes", num_bytes
+
+
+def _of_device(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
+    """Yields what torchtitan writes of a CUDA device, under its names, so that dashboards of the one show the other."""
+    if metrics.active_bytes is None or metrics.reserved_bytes is None or not metrics.device_bytes:
+        return
+    for name, num_bytes in (("active", metrics.active_bytes), ("reserved", metrics.reserved_bytes)):
+        yield f"memory/max_{name}(GiB)", num_bytes / 2**30
+        yield f"memory/max_{name}(%)", 100 * num_bytes / metrics.device_bytes
+    yield "memory/num_alloc_retries", float(metrics.num_alloc_retries or 0)
+    yield "memory/num_ooms", float(metrics.oom_recoveries)
 
 
 def _missing(path: Path, library: str) -> str:

@@ -33,6 +33,9 @@ def steps_view(steps: Sequence[StepMetrics], *, now_seconds: float | None = None
     if last.forecast_bytes is not None:
         percent = 100 * (last.forecast_bytes / last.peak_bytes - 1) if last.peak_bytes else 0.0
         lines.append(("foreseen", f"{format_bytes(last.forecast_bytes)}, {percent:+.1f} % of what was held"))
+    if last.forecast_by_category:
+        parts = (f"{name.replace('_', ' ')} {format_bytes(held)}" for name, held in last.forecast_by_category.items())
+        lines.append(("of that", ", ".join(parts)))
     if timed:
         lines.append(("seconds", f"{format_seconds(median(timed))} a step  {_line(timed)}"))
     if last.bytes_to_tier or last.bytes_from_tier:

@@ -55,6 +55,8 @@ class Measurements(Struct, kw_only=True):
     """Whether a plan was in effect already."""
     allocator: AllocatorPeak | None = None
     """The most that the caching allocator counted in the steps under the plan; None where there is none."""
+    last_allocator: AllocatorPeak | None = None
+    """The same of the last step under a plan."""
     script_peaks: SeparatePeaks | None = None
     shown_bytes: Callable[[], int] = lambda: 0
     """Returns what the system holds to show parameters that are on disk, and can take back."""
@@ -129,6 +131,7 @@ class Measurements(Struct, kw_only=True):
         if is_planned:
             self.peak_bytes = max(self.peak_bytes, peak_bytes)
             found = self.meter.allocator_peak()
+            self.last_allocator = found
             if found is not None:
                 self.allocator = found if self.allocator is None else self.allocator.joined(found)
         return peak_bytes

@@ -26,6 +26,7 @@ from memwall.session.step_borders import StepBorders
 from memwall.session.step_clock import StepClock
 from memwall.session.unseen_steps import UnseenSteps
 from memwall.session.watch.budget_watch import BudgetWatch, place_of
+from memwall.session.watch.foreseen import ForeseenCategories
 from memwall.session.watch.growth import GrowthWatch
 from memwall.session.watch.room import RoomBetweenSteps
 from memwall.session.watch.step_metrics import StepLog
@@ -66,6 +67,7 @@ class Steps:
         )
         self.borders.run_forward = self._run_forward
         self.log = StepLog(self.measured, lambda: self.live.moved_bytes)
+        self._foreseen = ForeseenCategories()
         self._clock = StepClock(self.log.note_seconds)
         self._watch = BudgetWatch(self.measured, lambda: place_of(self.borders.phase, self.state))
         self._growth = GrowthWatch(
@@ -411,6 +413,7 @@ class Steps:
             budget_bytes=self.live.budget_bytes,
             forecast_bytes=None if plan is None else plan.forecast.steady_process_bytes,
             num_actions=0 if plan is None else len(plan.actions),
+            forecast_by_category=self._foreseen.of(self.live.trace, plan),
         )
 
     def _check_effects(self) -> None:

@@ -27,6 +27,7 @@ STEP = StepMetrics(
     num_actions=4,
     num_replans=1,
     oom_recoveries=0,
+    forecast_by_category={"activation": 5 * MIB, "optimizer_state": 2 * MIB},
 )
 
 
@@ -57,6 +58,7 @@ def test_what_is_held_stands_beside_budget_and_forecast(capsys: pytest.CaptureFi
         "step      7, ended 2.00 s ago; 4 actions",
         "held      90.0 MiB  [███████████████████████████░░░] 90.0 % of budget",
         "foreseen  99.0 MiB, +10.0 % of what was held",
+        "of that   activation 5.0 MiB, optimizer state 2.0 MiB",
         "seconds   750.0 ms a step  █▄",
         "moved     2.0 MiB out, 3.0 MiB back a step, 10.0 MiB/s",
         "again     1 plans, 0 steps after memory ran out",

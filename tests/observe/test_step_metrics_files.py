@@ -92,25 +92,65 @@ def test_prometheus_reads_the_last_step_in_base_units(tmp_path: Path) -> None:
     path = tmp_path / "memwall.prom"
     file = open_metrics(path)
     file.write(a_step(1))
-    file.write(a_step(2, step_seconds=None))
+    file.write(a_step(2, step_seconds=None, forecast_by_category={"parameter": 5, "gradient": 4}))
     file.close()
-    found = {family.name: family.samples[0].value for family in parser.text_string_to_metric_families(path.read_text())}
-    assert found["memwall_step"] == 2
-    assert found["memwall_peak_bytes"] == 90 * MIB + 2
+    families = {family.name: family for family in parser.text_string_to_metric_families(path.read_text())}
+    found = {name: family.samples[0].value for name, family in families.items()}
+    assert found["memwall_memory_peak_bytes"] == 90 * MIB + 2
+    assert found["memwall_memory_budget_bytes"] == 100 * MIB
+    assert found["memwall_prediction_error_ratio"] == pytest.approx(1 / 90, abs=1e-6)
     assert found["memwall_step_seconds"] == 0.25  # of the last step that was timed
+    categories = families["memwall_memory_predicted_bytes"].samples
+    assert [(one.labels["category"], one.value) for one in categories] == [("parameter", 5), ("gradient", 4)]
     assert os.listdir(tmp_path) == ["memwall.prom"]
+
+
+def test_what_prometheus_counts_is_named_so_and_adds_up(tmp_path: Path) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    path = tmp_path / "memwall.prom"
+    file = open_metrics(path)
+    for step in (1, 2, 3):
+        file.write(a_step(step, num_replans=step))
+    families = list(parser.text_string_to_metric_families(path.read_text()))
+    counted = {one.name: one.value for family in families if family.type == "counter" for one in family.samples}
+    assert counted["memwall_steps_total"] == counted["memwall_replans_total"] == 3
+    assert counted["memwall_oom_recoveries_total"] == 1
+    (moved,) = [family for family in families if family.name == "memwall_offload_bytes"]
+    assert {one.labels["direction"]: one.value for one in moved.samples} == {"out": 9, "in": 6}
+    units = ("_bytes", "_seconds", "_ratio", "_total", "_actions")
+    assert all(one.name.endswith(units) for family in families for one in family.samples)
 
 
 def test_tensorboard_reads_every_step(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     file = open_metrics(tmp_path)
     for step in (1, 2):
-        file.write(a_step(step))
+        file.write(a_step(step, forecast_by_category={"parameter": 5}))
     file.close()
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     found = events.Scalars("memwall/peak_bytes")
     assert [(one.step, one.wall_time) for one in found] == [(1, 1.0e9 + 1), (2, 1.0e9 + 2)]
     assert events.Scalars("memwall/budget_bytes")[0].value == 100 * MIB
+    assert events.Scalars("memwall/forecast/parameter_bytes")[0].value == 5
+    assert not [tag for tag in events.Tags()["scalars"] if tag.startswith("memory/")]
+
+
+def test_of_a_cuda_device_tensorboard_has_torchtitan_s_tags_too(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    figures = {"active_bytes": 1 << 30, "reserved_bytes": 2 << 30, "num_alloc_retries": 3, "device_bytes": 8 << 30}
+    file = open_metrics(tmp_path)
+    file.write(a_step(1, device="cuda", **figures))
+    file.close()
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("memory/")]
+    assert {tag: events.Scalars(tag)[0].value for tag in tags} == {
+        "memory/max_active(GiB)": 1.0,
+        "memory/max_active(%)": 12.5,
+        "memory/max_reserved(GiB)": 2.0,
+        "memory/max_reserved(%)": 25.0,
+        "memory/num_alloc_retries": 3.0,
+        "memory/num_ooms": 1.0,
+    }
 
 
 def test_a_file_that_cannot_be_opened_is_refused_before_the_run(tmp_path: Path) -> None:

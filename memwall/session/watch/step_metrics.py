@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
+from memwall.machine.meter import CudaMeter
 from memwall.session.measurements import Measurements
 
 
@@ -37,6 +38,18 @@ class StepMetrics(Struct, frozen=True, kw_only=True):
     """Plans of the run so far that were made since a step used more than foreseen."""
     oom_recoveries: int
     """Steps of the run so far that were done again after memory ran out."""
+    device: str = "cpu"
+    """The kind of device that the model is on: "cpu" or "cuda"."""
+    forecast_by_category: dict[str, int] = {}
+    """Bytes of tensors where the plan foresees most of them, by what they are; none without a recorded step."""
+    active_bytes: int | None = None
+    """On CUDA the most that tensors had in use in the step; None elsewhere, and of the recorded step."""
+    reserved_bytes: int | None = None
+    """On CUDA the most that torch's segments held."""
+    num_alloc_retries: int | None = None
+    """On CUDA the requests of the process so far that were granted only after torch's cache had been given back."""
+    device_bytes: int | None = None
+    """On CUDA what the device has."""
 
 
 class StepLog:
@@ -70,6 +83,7 @@ class StepLog:
         budget_bytes: int,
         forecast_bytes: int | None,
         num_actions: int,
+        forecast_by_category: dict[str, int] | None = None,
     ) -> None:
         """Notes a step that has ended, or gone on with a further optimizer's.
 
@@ -96,7 +110,22 @@ class StepLog:
             num_actions=num_actions,
             num_replans=self._measured.num_replans,
             oom_recoveries=self._measured.oom_recoveries,
+            device=self._measured.meter.device,
+            forecast_by_category=forecast_by_category or {},
+            **self._of_device(is_planned=is_planned),
         )
+
+    def _of_device(self, *, is_planned: bool) -> dict[str, Any]:
+        """Returns what the allocator of a CUDA device has counted in a step under a plan; nothing elsewhere."""
+        found, meter = self._measured.last_allocator, self._measured.meter
+        if not is_planned or found is None or not isinstance(meter, CudaMeter):
+            return {}
+        return {
+            "active_bytes": found.active_bytes,
+            "reserved_bytes": found.reserved_bytes,
+            "num_alloc_retries": found.num_retries,
+            "device_bytes": meter.total_bytes,
+        }
 
     def note_seconds(self, seconds: float) -> None:
         """Hands over the step that took so long."""

@@ -35,6 +35,8 @@ def test_each_step_is_handed_over_once_with_its_seconds(num_optimizers: int) -> 
     forecasts = [one.forecast_bytes for one in found]
     assert forecasts == [None, *[session.plan.forecast.steady_process_bytes] * 3]
     assert max(one.peak_bytes for one in found[1:]) == session.measured.peak_bytes
+    assert found[0].forecast_by_category == {}
+    assert all(one.forecast_by_category["parameter"] == 2 * 4 * 72 for one in found[1:])
 
 
 def test_a_step_s_bytes_are_those_moved_since_it_began() -> None:
