@@ -23,7 +23,8 @@
 #   make site     the pages as a site, by Sphinx, which a folder of its own gets: .venv/site/html/docs/site/index.html
 #   make first-walk   as a newcomer: a new environment, the page docs/start.md, a script of one's own; three minutes
 #   make faults   harm to training runs: failing allocations, signals, disks, clocks; forty minutes (benchmarks/faults.py)
-#   make soak MINUTES=10   train for so long (two hours without it): memory, handles, threads and disk stay flat
+#   make soak MINUTES=10   train for so long (two hours without it): memory, handles, threads and disk stay flat; with
+#       ARGUMENTS=--scratch no results are written, as in .ci/run, where it has what the rest leaves of the cores
 #   make reference   write docs/reference.md anew, from the code
 #   make demo     set up, then a small GPT trained plain and under half of its memory
 
@@ -229,7 +230,7 @@ faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py allocations signals file-systems clocks resumes fits
 
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py soak --minutes $(MINUTES)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py soak --minutes $(MINUTES) $(ARGUMENTS)
 
 reference: $(STAMP)
 	$(BIN)/python .ci/reference.py
