@@ -42,6 +42,12 @@ class ParameterHandler(Handler[ParameterPlacement]):
         return (self.action.saved_bytes or 0) if self.action.tier == tier else 0
 
 
+_WHY_PRESENT = (
+    "the script holds tensors or numpy arrays that share memory with them (parameter.detach(), .numpy(): keep a copy "
+    "instead), or uses them outside their modules; else make the plan without them on disk"
+)
+
+
 class ParameterEffect(Effect):
     """Sees that parameters are on disk between steps, or gradients of those that stay in memory were."""
 
@@ -67,8 +73,5 @@ class ParameterEffect(Effect):
         if away_bytes and absent_bytes >= _PRESENT_SHARE * away_bytes:  # one of two blocks may wait like that
             return ""
         if away_bytes == 0:
-            return "all of them are in memory: they share it with other tensors, or are used outside their modules"
-        return (
-            f"{format_bytes(away_bytes - absent_bytes)} of {format_bytes(away_bytes)} are in memory: the loop holds "
-            "tensors that share memory with parameters, or they are used outside their modules"
-        )
+            return f"all of them are in memory: {_WHY_PRESENT}"
+        return f"{format_bytes(away_bytes - absent_bytes)} of {format_bytes(away_bytes)} are in memory: {_WHY_PRESENT}"

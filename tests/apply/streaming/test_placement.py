@@ -271,3 +271,14 @@ def test_a_loop_that_keeps_all_parameters_in_memory_ends_with_what_was_expected(
         with pytest.raises(NoEffectError, match=r"parameters on the disk .*KiB are in memory"):
             train(model, optimizer, scheduler)
     assert held
+
+
+def test_numpy_arrays_of_parameters_are_named_as_the_cause_with_the_way_out(tmp_path: Path) -> None:
+    model, optimizer, scheduler = made()
+    arrays = [parameter.detach().numpy() for parameter in model.parameters()]
+    with (
+        pytest.raises(NoEffectError, match=r"numpy arrays that share memory with them .*: keep a copy instead"),
+        memwall.fit(model, optimizer, plan=plan_for(model), disk=str(tmp_path)),
+    ):
+        train(model, optimizer, scheduler)
+    assert arrays
