@@ -102,6 +102,19 @@ class AppliedPlan(Target):
                 handler.set_proving(self, is_proving=self._num_steps % PROOF_STEPS == 0)
         self._num_steps += 1
 
+    @property
+    def num_steps(self) -> int:
+        """Returns how many steps have begun under this plan."""
+        return self._num_steps
+
+    def is_proof_due(self, proven_at: int) -> bool:
+        """Tells whether so many steps have begun since a proof that the next one proves itself again.
+
+        Args:
+            proven_at: `num_steps` at that proof.
+        """
+        return self._num_steps >= proven_at + PROOF_STEPS
+
     def spare(self, blocks: frozenset[str]) -> None:
         """Has these blocks run as they are from the next forward on, but in steps in which actions prove themselves."""
         is_proven = self._num_steps % PROOF_STEPS != 1 and self.effects.are_seen

@@ -40,18 +40,25 @@ ROUNDING_RATIO = 1e-3
 _LOW_PRECISION_RATIO = 3e-2
 """The same where arithmetic is in half precision, which a loop does not say of itself."""
 _HIGH_PRECISION = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+_LEAST_SCALE = 1e-2
+"""The least that a gradient must be, as a share of that at the first proof: a model that fits its data has noise."""
 # Larger buffers outside of the model are tables, as a rule.
 _SMALL_BYTES = 1 << 20
 
 
 class PartsProof:
-    """Compares parts with their halves once under each plan that divides batches, and knows what could not be."""
+    """Compares parts with their halves under each plan that divides batches, and knows what could not be.
+
+    What was proven is again every 1,000 steps, when actions prove themselves.
+    """
 
     def __init__(self) -> None:
         self._past = self._present = ""
         self._current: Callable[[], AppliedPlan | None] = lambda: None
         """Returns the plan that `_present` is said of, while that is there."""
         self._is_settled = False
+        self._proven_at, self._scale = 0, 0.0
+        """Steps under the present plan at its last proof, and how large gradients were at its first."""
 
     @property
     def unproven(self) -> str:
@@ -62,7 +69,8 @@ class PartsProof:
         """Returns whether nothing of a plan is left to be compared."""
         if applied is None or applied.micro.micro_batch is None:
             return True
-        return self._is_settled and applied is self._current()
+        is_known = self._is_settled and applied is self._current()
+        return is_known and (bool(self._present) or not applied.is_proof_due(self._proven_at))
 
     def not_asked(self, applied: AppliedPlan | None) -> None:
         """Notes that a loop takes parts without a function that computes their losses."""
@@ -76,7 +84,7 @@ class PartsProof:
         loss_of: Callable[[Any], Tensor],
         count: Callable[[Any], int] | None,
     ) -> None:
-        """Compares, before the first step under a plan that divides its batch.
+        """Compares, before the first step under a plan that divides its batch, and before later ones now and then.
 
         Raises:
             NotExactError: the parts have another gradient; none of them is left in the parameters.
@@ -98,7 +106,12 @@ class PartsProof:
         if part is None:
             self._note(applied, "no part so far has loss terms in both of its halves", is_settled=False)
             return
-        ratio, doubt = _compare(applied, micro, part, loss_of, counter)
+        is_first, at = applied is not self._current() or not self._is_settled, applied.num_steps
+        ratio, doubt, scale = _compare(applied, micro, part, loss_of, counter)
+        if is_first:
+            self._scale = scale
+        elif not doubt and ratio > ROUNDING_RATIO and scale < _LEAST_SCALE * self._scale:
+            doubt = "the gradient of a part has become too small to be told from rounding"
         if not doubt and ratio > ROUNDING_RATIO:
             raise NotExactError(
                 action=f"dividing the batch into parts of {micro.micro_batch}",
@@ -109,6 +122,7 @@ class PartsProof:
                 ),
             )
         self._note(applied, doubt)
+        self._proven_at = at
 
     def _note(self, applied: AppliedPlan, reason: str, *, is_settled: bool = True) -> None:
         """Notes what became of a plan's proof; what steps under earlier plans were not proven stays said."""
@@ -122,6 +136,7 @@ class _Kept:
 
     Attributes:
         has_hook: whether somebody's hook runs when a gradient outside of the model is there.
+        scale: the larger norm of the halves' gradients so far.
     """
 
     def __init__(self, applied: AppliedPlan) -> None:
@@ -130,7 +145,7 @@ class _Kept:
         self._state.take()
         self._own = {id(parameter): parameter for parameter in applied.model.parameters()}
         self._outside: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self.has_hook = False
+        self.has_hook, self.scale = False, 0.0
         found = [value for _, value in reachable()]
         self._generators = [(value, generator_state(value)) for value in found if is_generator(value)]
         own = {id(buffer) for buffer in applied.model.buffers()}
@@ -211,12 +226,14 @@ def _compare(
     part: Any,
     loss_of: Callable[[Any], Tensor],
     counter: Callable[[Any], int],
-) -> tuple[float, str]:
-    """Returns by which share the gradient of a part differs from its halves', and why that says nothing, or ""."""
+) -> tuple[float, str, float]:
+    """Returns by which share the gradient of a part differs from its halves', why that says nothing, or "", and the
+    larger norm of theirs."""
     kept = _Kept(applied)
     micro.is_comparing = True
     try:
-        return _difference(kept, part, loss_of, counter)
+        ratio, doubt = _difference(kept, part, loss_of, counter)
+        return ratio, doubt, kept.scale
     finally:
         micro.is_comparing = False
         kept.put_back()
@@ -239,7 +256,7 @@ def _difference(
         del loss
         # Where the halves all but cancel out, rounding is small beside either of them and not beside their sum.
         norm = _norm(kept.gradients)
-        scale = max(scale, norm) if math.isfinite(norm) else math.inf
+        kept.scale = scale = max(scale, norm) if math.isfinite(norm) else math.inf
     kept.add(loss_of(part), -1.0)
     if kept.has_hook:
         return math.nan, "a hook runs when the gradient of a parameter outside of the model is there"

@@ -216,6 +216,26 @@ def test_what_was_not_proven_under_one_plan_stays_said_under_the_next() -> None:
     assert proof.unproven == "the loop computes its losses itself"
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_a_loss_that_is_no_mean_later_on_is_found_at_the_next_proof_unless_gradients_are_noise(
+    size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a loss that becomes a sum after the first step WHEN as many steps have begun THEN it is compared again."""
+    monkeypatch.setattr("memwall.apply.applied.PROOF_STEPS", 3)
+    model, proof = net(), PartsProof()
+    applied = plan_for(model)
+    for number in range(3):
+        applied._num_steps = number
+        proof.before_step(applied, ROWS, lambda rows, n=number: model(rows).square().mean() if not n else 1 / 0, None)
+    applied._num_steps = 3
+    if size < 1:
+        proof.before_step(applied, ROWS, lambda rows: size * model(rows).square().sum(), None)
+        assert proof.unproven == "the gradient of a part has become too small to be told from rounding"
+    else:
+        with pytest.raises(NotExactError, match=r"the gradient of 4 samples is not that of its halves together"):
+            proof.before_step(applied, ROWS, lambda rows: model(rows).square().sum(), None)
+
+
 def test_the_actions_of_a_plan_prove_themselves_in_the_step_and_not_in_the_comparison() -> None:
     model, proof, asked = net(), PartsProof(), list[bool]()
 
