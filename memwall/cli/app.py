@@ -58,8 +58,12 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
     verbose: VerboseOption = 0,
+    local_rank: Annotated[
+        str | None, typer.Option("--local_rank", hidden=True, help="The script's, from DeepSpeed's launcher.")
+    ] = None,
 ) -> None:
     """Takes the options before the command."""
+    ctx.obj = local_rank
     ctx.with_resource(log_to_standard_error())
     set_verbosity(verbose)
     if ctx.invoked_subcommand not in _RUNS_SCRIPTS:

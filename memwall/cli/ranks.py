@@ -21,7 +21,7 @@ _PROGRAMS = {"torchrun": "torchrun", "accelerate": "accelerate launch", "deepspe
 _ORDER = {
     "torchrun": "torchrun --nproc-per-node N -m memwall run --budget SIZE SCRIPT",
     "accelerate launch": "accelerate launch --num_processes N -m memwall run --budget SIZE SCRIPT",
-    "deepspeed": "torchrun --nproc-per-node N -m memwall run --budget SIZE SCRIPT",
+    "deepspeed": "deepspeed --num_gpus N --module memwall run --budget SIZE SCRIPT",
 }
 
 

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import typer
+from msgspec.structs import replace
 
 from memwall.cli.options import (
     AllowOption,
@@ -68,6 +69,8 @@ def run(
     """Run SCRIPT so that it fits; its own exit status is passed on. -v shows the whole plan and every figure."""
     check_no_launcher(command)
     script = parse_command(command, ctx)
+    if ctx is not None and ctx.obj is not None:  # what DeepSpeed's launcher puts first belongs to the script
+        script = replace(script, arguments=(f"--local_rank={ctx.obj}", *script.arguments))
     if num_processes is not None:
         raise typer.Exit(run_by_torchrun(num_processes, sys.argv[1:]))
     check_has_folder(checkpoint_path, is_resuming=resume)

@@ -57,13 +57,21 @@ def test_the_report_of_all_is_that_of_the_rank_that_binds(report: RunReport) -> 
         (["-m", "torch.distributed.run", "train.py"], "torchrun --nproc-per-node N -m memwall run"),
         (["torchrun", "--nproc-per-node", "2", "train.py"], "torchrun --nproc-per-node N -m memwall run"),
         (["-m", "accelerate.commands.launch", "train.py"], "accelerate launch --num_processes N -m memwall run"),
-        (["/usr/bin/deepspeed", "train.py"], "torchrun --nproc-per-node N -m memwall run"),
+        (["/usr/bin/deepspeed", "train.py"], "deepspeed --num_gpus N --module memwall run"),
     ],
 )
 def test_a_launcher_comes_first(command: list[str], order: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--budget", "1GiB", *command]) == 2
     message = capsys.readouterr().err
     assert "starts processes of its own, in which memwall would not be; the launcher comes first: " + order in message
+
+
+def test_the_first_argument_of_deepspeeds_launcher_is_the_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    main(["--local_rank=1", "run", "--budget", "8GiB", str(tmp_path / "train.py"), "--epochs", "3"])
+    assert "['--local_rank=1', '--epochs', '3']" in capsys.readouterr().out
 
 
 def test_processes_are_started_once(

@@ -5,6 +5,7 @@ losses are equal to the bit; two ranks and DeepSpeed's own kernels add in anothe
 place of float32 by the fifth step.
 """
 
+import base64
 import json
 import os
 import subprocess
@@ -15,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from free_ports import free_port
 from plans import a_plan
 
+from memwall.observe.run_report import RunReport
 from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
 from memwall.planning.techniques.accumulate import Accumulate
@@ -233,3 +236,19 @@ def test_hugging_face_finds_no_mismatch(tmp_path: Path) -> None:
     assert (filled.config["train_batch_size"], filled.config["gradient_accumulation_steps"]) == (4, 2)
     assert filled.config["bf16"]["enabled"] is True
     assert filled.config["zero_optimization"]["reduce_bucket_size"] == 64 * 64
+
+
+def test_deepspeeds_launcher_starts_memwall_on_each_rank(tmp_path: Path) -> None:
+    """GIVEN `deepspeed --module memwall run` on two ranks of a CPU THEN they train, and one report has both."""
+    hosts = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    script = tmp_path / "train.py"
+    asked = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--local_rank', type=int)\n"
+    plain = (Path(__file__).parents[1] / "scripts" / "train_ddp.py").read_text()
+    script.write_text(f"{plain}{asked}assert parser.parse_args().local_rank in (0, 1)\n")
+    launch = ("-m", "deepspeed.launcher.launch", f"--world_info={hosts}", "--master_addr=127.0.0.1")
+    run = ("--module", "memwall", "run", "--budget", "8GiB", "--report", str(tmp_path / "run.json"), str(script))
+    done = start(*launch, f"--master_port={free_port()}", *run)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = RunReport.load(tmp_path / "run.json").ranks
+    assert ranks is not None
+    assert ranks.num_ranks == 2
