@@ -31,6 +31,7 @@ from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.call_rules import Treatment
 from memwall.predict.cuda_allocator.step_peaks import allocated_peak_bytes
+from memwall.predict.sharding.ddp import Ddp
 from memwall.predict.sharding.units import find_units
 from memwall.predict.treatment import StepModel
 from memwall.trace.modules import fingerprint
@@ -44,6 +45,8 @@ from sharded_runs import Model, loss_of, network_for, ranked_plan, workload  # n
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "simulated" / "ranks_bytes.json", ROOT / "docs" / "ranks.md"
 CARD, NUM_RANKS, NUM_PER_NODE, HOST_BYTES, MIB = "h100-80gb", 8, 4, 4 << 30, 1 << 20
 WINDOW_BYTES = 4 << 20
+ALL_KINDS = KINDS[4] | {"ddp-compressed": Ddp(are_views=True, is_compressed=True)}
+"""What gloo does in ranks_bytes.py, and what only NCCL does."""
 FORMS: dict[str, Treatment | None] = {
     "plain": None,
     "recompute": Treatment(recompute=True),
@@ -59,7 +62,7 @@ def foreseen(folder: Path) -> dict[str, int]:
     step, network = steady_step(trace), network_for(NUM_RANKS, NUM_PER_NODE)
     units = find_units(trace, step)
     found = {}
-    for name, kind in KINDS[4].items():
+    for name, kind in ALL_KINDS.items():
         ranked_plan(kind, network, units=tuple(unit.path for unit in units if not unit.is_root)).save(folder / name)
         of_rank = kind.cost(trace, step, units, network).step
         model = StepModel(of_rank, trace.names, find_blocks(trace, of_rank))
@@ -109,7 +112,7 @@ def of_rank(folder: Path) -> None:
     """Counts every cell as one rank of a run, and leaves what it found in FOLDER/rank.json."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl")
-    found = {f"{kind}, {form}": counted(folder / kind, form) for kind in KINDS[4] for form in FORMS}
+    found = {f"{kind}, {form}": counted(folder / kind, form) for kind in ALL_KINDS for form in FORMS}
     (folder / f"{distributed.get_rank()}.json").write_text(json.dumps(found))
     distributed.barrier()
     distributed.destroy_process_group()
@@ -119,7 +122,7 @@ def table(about: dict[str, Any]) -> str:
     """Returns the rows of docs/ranks.md."""
     cells = about["cells"]
     lines = ["| by | " + " | ".join(FORMS) + " |", "| --- | " + " | ".join("---" for _ in FORMS) + " |"]
-    for name, kind in KINDS[4].items():
+    for name, kind in ALL_KINDS.items():
         row = [cells[f"{name}, {form}"] for form in FORMS]
         told = [
             f"{c['counted_bytes'] / MIB:.1f} MiB, {100 * (c['predicted_bytes'] / c['counted_bytes'] - 1):+.1f} %"

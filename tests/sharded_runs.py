@@ -103,6 +103,7 @@ def network_for(num_ranks: int, num_ranks_per_node: int = 8) -> Network:
         num_ranks_per_node=num_ranks_per_node,
         peer_bytes_per_second=100e9,
         peer_hop_seconds=0.0,
+        device_bytes_per_second=3e12,
         host_bytes_per_second=50e9,
         node_bytes_per_second=40e9,
     )

@@ -45,16 +45,31 @@ def shard(model: nn.Module, plan: Plan) -> nn.Module:
     if isinstance(ranks.chosen, Fsdp2):
         return _fully_sharded(model, ranks, ranks.chosen)
     if isinstance(ranks.chosen, Ddp):
-        if ranks.chosen.divides_state:
-            _log.warning(
-                "the plan divides the optimizer's state: make the optimizer as "
-                "torch.distributed.optim.ZeroRedundancyOptimizer(parameters, optimizer_class=...)"
-            )
-        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=ranks.chosen.are_views)
+        return _replicated(model, ranks.chosen)
     raise UsageError(
         f"the plan chose {ranks.chosen.words}: hand plan.deepspeed_config(model=model) to deepspeed.initialize, and "
         "apply the rest of the plan by memwall.integrations.apply_rest(engine, plan)"
     )
+
+
+def _replicated(model: nn.Module, chosen: Ddp) -> nn.Module:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    if chosen.divides_state:
+        _log.warning(
+            "the plan divides the optimizer's state: make the optimizer as "
+            "torch.distributed.optim.ZeroRedundancyOptimizer(parameters, optimizer_class=...)"
+        )
+    divided = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=chosen.are_views)
+    if chosen.is_compressed:
+        try:
+            divided.register_comm_hook(None, bf16_compress_hook)
+        except TypeError as error:
+            raise UsageError(
+                f"the plan has gradients averaged in bfloat16, which torch does by NCCL alone: {error}; make one "
+                f"without --allow {chosen.allow}"
+            ) from error
+    return divided
 
 
 def _fully_sharded(model: nn.Module, ranks: RanksForecast, chosen: Fsdp2) -> nn.Module:

@@ -23,10 +23,9 @@ def _list_allowed(text: str | None) -> str | None:
     """Lists what `--allow` takes, where it is asked for help, and ends the command."""
     if text is None or "help" not in _words_of(text):
         return text
-    from memwall.planning.modes import MODES
-    from memwall.planning.technique import allowable
+    from memwall.planning.modes import MODES, every_word
 
-    for kind, means in allowable().items():
+    for kind, means in every_word().items():
         typer.echo(f"{kind}: {means}")
     for mode, (means, _) in MODES.items():
         typer.echo(f"{mode}: {means}; as --mode {mode}")

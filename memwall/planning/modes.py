@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from memwall.errors import UsageError
 from memwall.planning.action import Exactness
+from memwall.planning.ranks.kinds import KINDS
 from memwall.planning.technique import allowable, techniques
 
 MODES: dict[str, tuple[str, tuple[Exactness, ...]]] = {
@@ -16,6 +17,27 @@ MODES: dict[str, tuple[str, tuple[Exactness, ...]]] = {
     "smallest": ("also what changes numerics: the smallest budget that can be met", ("equivalent", "changes-numerics")),
 }
 """Mode -> what it means, and how exact the techniques are that it allows beside the bit-exact ones."""
+
+
+def every_word() -> dict[str, str]:
+    """Returns the words of --allow, those of ways to divide a model among ranks too, each with what it means."""
+    return allowable() | {kind.allow: kind.allow_means for kind in KINDS if kind.allow}
+
+
+def check_one_process(allow: Sequence[str]) -> None:
+    """Checks that nothing is allowed by its own word that only ways to divide a model among ranks do.
+
+    Raises:
+        UsageError: it is.
+    """
+    if has_mode(allow):
+        return
+    for word in every_word().keys() - allowable().keys():
+        if word in allow:
+            raise UsageError(
+                f"--allow {word} is for how a model is divided: only with `memwall plan --device NAME --ranks N`, by "
+                "whose plan memwall.shard(model, plan) does it"
+            )
 
 
 def allowed_words(words: Sequence[str], *, option: str = "allow") -> tuple[str, ...]:
@@ -30,8 +52,9 @@ def allowed_words(words: Sequence[str], *, option: str = "allow") -> tuple[str, 
     Raises:
         UsageError: a word is unknown, two modes were given, or a mode and what it does not allow.
     """
-    known, modes = allowable(), [mode for mode in MODES if mode in words]
-    exactness = {one.allow: one.allow_exactness for one in techniques() if one.allow}
+    known, modes = every_word(), [mode for mode in MODES if mode in words]
+    exactness: dict[str, Exactness] = dict.fromkeys(known, "changes-numerics")
+    exactness |= {one.allow: one.allow_exactness for one in techniques() if one.allow}
     for word in words:
         if word not in known and word not in MODES:
             raise UsageError(

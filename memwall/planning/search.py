@@ -9,7 +9,7 @@ import msgspec
 
 from memwall.errors import TraceError, UsageError
 from memwall.machine.hardware import Hardware
-from memwall.planning.modes import allowed_words, has_mode
+from memwall.planning.modes import allowed_words, check_one_process, has_mode
 from memwall.planning.one_recording.recording_search import RecordingSearch
 from memwall.planning.planfile import Plan
 from memwall.planning.recordings import Recordings
@@ -61,6 +61,7 @@ def plan(
     if not trace.steps:
         raise TraceError("the trace has no step, and a plan needs one: record one whole training step")
     allow = allowed_words(allow)
+    check_one_process(allow)
     for technique in techniques():
         reason = technique.why_not(trace, tuple(allow)) if technique.allow in allow else None
         if reason is not None and not has_mode(allow):

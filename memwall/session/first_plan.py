@@ -13,7 +13,7 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.errors import InfeasibleError, PlanError, UsageError
 from memwall.machine.limits import cgroup_limit, device_total_bytes, memory_limit_bytes
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak
-from memwall.planning.modes import allowed_words, has_mode
+from memwall.planning.modes import allowed_words, check_one_process, has_mode
 from memwall.planning.one_recording.recording_search import RecordingSearch
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
@@ -53,6 +53,7 @@ def asked(
             "machine with one, or make a plan from a trace recorded on this machine with `memwall profile`"
         )
     allow = allowed_words(allow)
+    check_one_process(allow)
     if not torch.cuda.is_available():
         check_device(allow, "cpu")
     if budget_bytes is None:

@@ -51,6 +51,11 @@ def test_nothing_of_a_plan_is_dropped_by_frontends_that_have_no_word_for_it() ->
     assert trainer_sharding(ranked_plan(Ddp(), network_for(8)).forecast.ranks) == {}
 
 
+def test_gloo_averages_no_gradients_in_bfloat16(one_rank: None) -> None:
+    with pytest.raises(UsageError, match=r"by NCCL alone: .*; make one without --allow gradient-compression"):
+        shard(Model(), ranked_plan(Ddp(are_views=True, is_compressed=True), network_for(1)))
+
+
 @pytest.mark.slow
 @pytest.mark.requires("accelerate", "transformers")
 def test_accelerate_and_the_trainer_take_fsdp2_from_the_plan() -> None:
@@ -71,5 +76,7 @@ def test_accelerate_and_the_trainer_take_fsdp2_from_the_plan() -> None:
     assert (hybrid.dp_replicate_size, hybrid.dp_shard_size) == (2, 8)
     views = ranked_plan(Ddp(are_views=True), network_for(8)).accelerate_kwargs()["kwargs_handlers"]
     assert views[0].gradient_as_bucket_view
+    compressed = ranked_plan(Ddp(are_views=True, is_compressed=True), network_for(8)).accelerate_kwargs()
+    assert compressed["kwargs_handlers"][0].comm_hook.value == "bf16"
     with pytest.raises(UsageError, match=r"Accelerate has no word for FSDP2, kept in the node"):
         ranked_plan(Fsdp2(reshard="node"), network_for(16)).accelerate_kwargs()

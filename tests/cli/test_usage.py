@@ -119,8 +119,8 @@ def test_commands_and_options_are_pinned() -> None:
         ),
         (
             "run --budget 1GiB --allow precision,magic train.py",
-            "--allow: 'magic' is not known; expected one or more of cpu-optimizer-step, "
-            "low-bit-optimizer, precision, kernels, graphs, low-bit-offload, or a mode: exact, balanced, smallest",
+            "--allow: 'magic' is not known; expected one or more of cpu-optimizer-step, low-bit-optimizer, "
+            "precision, kernels, graphs, low-bit-offload, gradient-compression, or a mode: exact, balanced, smallest",
         ),
         (
             "run --budget 1GiB --mode small train.py",
@@ -288,6 +288,7 @@ def test_a_mode_is_one_word_for_several() -> None:
     balanced = ("balanced", "kernels", "graphs")
     everything = (
         "smallest", "cpu-optimizer-step", "low-bit-optimizer", "precision", "kernels", "graphs", "low-bit-offload",
+        "gradient-compression",
     )  # fmt: skip
     assert options.parse_allow(None, "exact") == ("exact",)
     assert options.parse_allow("kernels", "balanced") == options.parse_allow("balanced") == balanced
@@ -298,8 +299,8 @@ def test_a_mode_is_one_word_for_several() -> None:
 def test_what_can_be_allowed_is_listed_without_a_script(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """GIVEN nothing to run WHEN the kinds are asked for THEN they are listed, and the modes."""
     assert main([command, "--allow", "help"]) == 0
-    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()][-4:] == [
-        "low-bit-offload", "exact", "balanced", "smallest",
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()][-5:] == [
+        "low-bit-offload", "gradient-compression", "exact", "balanced", "smallest",
     ]  # fmt: skip
 
 

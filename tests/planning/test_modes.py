@@ -8,7 +8,8 @@ from torch import nn
 
 import memwall
 from memwall.errors import UsageError
-from memwall.planning.modes import MODES, allowed_words, has_mode
+from memwall.planning.modes import MODES, allowed_words, every_word, has_mode
+from memwall.planning.ranks.kinds import KINDS
 from memwall.planning.search import plan
 from memwall.planning.technique import techniques
 from memwall.session.first_plan import asked
@@ -20,9 +21,10 @@ pytestmark = pytest.mark.usefixtures("one_thread", "without_malloc")
 def test_each_mode_allows_what_is_as_exact_as_it_says_and_no_more() -> None:
     for mode, (_, exactness) in MODES.items():
         expected = {one.allow for one in techniques() if one.allow and one.allow_exactness in exactness}
+        expected |= {kind.allow for kind in KINDS if kind.allow and "changes-numerics" in exactness}
         assert set(allowed_words([mode])) == {mode} | expected
     assert allowed_words(["exact"]) == ("exact",)
-    assert {one.allow for one in techniques()} - {""} == set(allowed_words(["smallest"])) - {"smallest"}
+    assert every_word().keys() == set(allowed_words(["smallest"])) - {"smallest"}
 
 
 def test_what_was_allowed_stays_so_when_it_is_read_again() -> None:

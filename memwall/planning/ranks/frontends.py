@@ -27,9 +27,10 @@ def accelerate_sharding(ranks: RanksForecast | None) -> dict[str, Any]:
             raise _no_word(chosen, "Accelerate")
         if not chosen.are_views:
             return {}
-        from accelerate.utils import DistributedDataParallelKwargs
+        from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
-        return {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]}
+        hook = DDPCommunicationHookType.BF16 if chosen.is_compressed else DDPCommunicationHookType.NO
+        return {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=hook)]}
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.parallelism_config import ParallelismConfig
 

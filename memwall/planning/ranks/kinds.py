@@ -9,6 +9,7 @@ KINDS: tuple[AnySharding, ...] = (
     Ddp(),
     Ddp(are_views=True),
     Ddp(are_views=True, divides_state=True),
+    Ddp(are_views=True, is_compressed=True),
     Fsdp2(reshard="no"),
     Fsdp2(),
     Fsdp2(reshard="node"),

@@ -52,6 +52,8 @@ class OneKind:
         reason = self.kind.why_not(self._network)
         if reason is not None:
             return reason
+        if self.kind.allow and self.kind.allow not in self._settings.allow:
+            return f"changes numerics: {self.kind.changes_numerics(self._plain)}; --allow {self.kind.allow}"
         host_bytes = self._settings.tier_capacity_bytes
         if self.kind.needs_host and not host_bytes:
             return "it needs host memory: --host SIZE"
@@ -61,8 +63,8 @@ class OneKind:
 
     @property
     def changes_numerics(self) -> str:
-        """Returns what makes it train other numbers; "" where nothing does."""
-        return self.kind.changes_numerics(self._plain)
+        """Returns what makes it train other numbers than is allowed; "" where nothing does."""
+        return "" if self.kind.allow else self.kind.changes_numerics(self._plain)
 
     @property
     def least_seconds(self) -> float:

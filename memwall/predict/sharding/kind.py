@@ -32,6 +32,16 @@ class Sharding(Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unkno
     """Whether memwall may move optimizer state beside it."""
 
     @property
+    def allow(self) -> str:
+        """Returns the word of --allow without which it is never chosen; "" where it needs none."""
+        return ""
+
+    @property
+    def allow_means(self) -> str:
+        """Says what that word allows, for people."""
+        return ""
+
+    @property
     def num_communicators(self) -> int:
         """Returns the groups of ranks that collectives run in."""
         return 1

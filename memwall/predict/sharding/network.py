@@ -29,6 +29,8 @@ class Network(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     peer_bytes_per_second: float
     """Between the ranks of one node, for each of them in one direction."""
     peer_hop_seconds: float
+    device_bytes_per_second: float
+    """To and from a device's own memory."""
     host_bytes_per_second: float
     """Between a device and its host, in one direction."""
     node_bytes_per_second: float | None = None
@@ -93,6 +95,7 @@ def network_of(hardware: Hardware, *, num_ranks: int, num_ranks_per_node: int, l
         num_ranks=num_ranks,
         num_ranks_per_node=num_ranks_per_node,
         peer_bytes_per_second=hardware.peer_link_bytes_per_second or hardware.host_link_bytes_per_second,
+        device_bytes_per_second=hardware.memory_bytes_per_second,
         host_bytes_per_second=hardware.host_link_bytes_per_second,
         peer_hop_seconds=_PEER_HOP_SECONDS if has_peers else _PCIE_HOP_SECONDS,
         node_bytes_per_second=None if link is None else link.bytes_per_second,

@@ -42,6 +42,10 @@ class RankStep:
             self._step.storages[index].nbytes // ITEMSIZES.get(self._step.storages[index].dtype, 4) for index in indices
         )
 
+    def birth(self, index: int) -> int:
+        """Returns the operation that makes a storage in the recorded step."""
+        return self._step.storages[index].birth
+
     @property
     def parameters(self) -> tuple[int, ...]:
         """Returns the storages of all parameters."""

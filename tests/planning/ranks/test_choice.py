@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from memwall.machine.hardware import hardware_named
+from memwall.machine.node_links import link_named
 from memwall.planning.candidate import Candidate
 from memwall.planning.one_recording.recording_search import RecordingSearch
 from memwall.planning.ranks.kinds import KINDS
@@ -20,6 +21,7 @@ from memwall.planning.techniques.accumulate import Accumulate
 from memwall.predict import device
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.sharding import units
+from memwall.predict.sharding.ddp import Ddp
 from memwall.predict.sharding.fsdp2 import Fsdp2
 from memwall.predict.sharding.network import network_of
 from memwall.predict.sharding.units import TraceUnits
@@ -114,6 +116,31 @@ def test_what_changes_numerics_is_not_told_as_what_needs_least() -> None:
     error = infeasible_ranks(ranks, trace, asked)
     assert error.smallest_feasible_bytes == needed_bytes["DDP"]
     assert "DDP needs least" in str(error)
+
+
+def test_gradients_are_averaged_in_bfloat16_where_that_is_allowed_and_the_link_is_slow() -> None:
+    """GIVEN a step that waits for the link between nodes THEN its bytes are halved only on request, and not for nothing
+    where links within a node hide all but the last bucket."""
+    compressed = Ddp(are_views=True, is_compressed=True)
+    of = {}
+    for allow in ((), ("gradient-compression",)):
+        asked = replace(settings(36 * GIB), allow=allow)
+        made, ranks = plan_ranks(traced(64), asked, num_ranks=4, num_ranks_per_node=1, link=link_named("ethernet-25g"))
+        assert made is not None
+        of[allow] = (made.forecast.step_seconds or 0.0, ranks)
+    (plain_seconds, plain), (seconds, ranks) = of.values()
+    assert ranks.chosen == compressed
+    assert seconds < 0.55 * plain_seconds
+    against = next(one for one in plain.choices if one.sharding == compressed)
+    assert against.reason.endswith("before they are averaged; --allow gradient-compression")
+    _, near = plan_ranks(
+        traced(262_144),
+        replace(settings(1000 * GIB), allow=("gradient-compression",)),
+        num_ranks=8,
+        num_ranks_per_node=8,
+        link=None,
+    )
+    assert near.chosen != compressed
 
 
 def test_a_kind_that_is_never_chosen_is_planned_in_outline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,18 @@ def test_buckets_of_ddp_stand_beside_gradients_which_may_be_views_of_them(trace:
     assert divided["optimizer_state"] == pytest.approx(views["optimizer_state"] / 4, rel=1e-2)
 
 
+def test_compressed_buckets_have_copies_of_half_the_bytes_until_backward_ends(trace: Trace) -> None:
+    """GIVEN gradients that are averaged in bfloat16 THEN half as many bytes go over links, and stand beside them."""
+    views, compressed = (
+        cost_of(Ddp(are_views=True, is_compressed=is_compressed), trace, 4) for is_compressed in (False, True)
+    )
+    copies = compressed.step.storages[len(views.step.storages) :]
+    assert sum(copy.nbytes for copy in copies) == parameter_bytes(trace) // 2
+    assert {compressed.step.ops[copy.death - 1].phase for copy in copies} == {"backward"}
+    assert compressed.communication_seconds == pytest.approx(views.communication_seconds / 2, abs=1e-4)
+    assert compressed.exposed_seconds < views.exposed_seconds
+
+
 def test_the_optimizer_of_zero_redundancy_divides_no_parameter(trace: Trace) -> None:
     """GIVEN GPT-2, whose embedding is more than an eighth, THEN a rank has it whole; here the head, and the steps."""
     block = (2304, 768 * 2304, 768, 768 * 768, 3072, 768 * 3072, 768, 3072 * 768, *(768,) * 4)
