@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(0)
-WIDTH, BATCH, UPDATES = 512, 4096, 6
+WIDTH, BATCH, UPDATES = 256, 24576, 5
 
 
 def network(outputs):

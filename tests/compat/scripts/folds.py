@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-WIDTH, BATCH, STEPS, FOLDS = 512, 2048, 4, 2
+WIDTH, BATCH, STEPS, FOLDS = 256, 24576, 4, 2
 digest = hashlib.sha256()
 for _ in range(FOLDS):
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(8)]

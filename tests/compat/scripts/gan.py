@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(0)
-WIDTH, BATCH, STEPS = 48, 64, 6
+WIDTH, BATCH, STEPS = 24, 512, 4
 
 
 class Generator(nn.Module):

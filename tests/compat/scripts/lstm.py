@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-WIDTH, BATCH, LENGTH, WORDS, STEPS = 384, 48, 64, 2000, 5
+WIDTH, BATCH, LENGTH, WORDS, STEPS = 384, 128, 64, 2000, 5
 
 
 class WordModel(nn.Module):

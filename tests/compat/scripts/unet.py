@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-WIDTH, BATCH, SIZE, STEPS = 32, 16, 32, 5
+WIDTH, BATCH, SIZE, STEPS = 32, 128, 32, 3
 
 
 class Block(nn.Module):
