@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
 
 torch.manual_seed(0)
-WORDS, BATCH, LENGTH, STEPS = 1000, 8, 192, 3
+WORDS, BATCH, LENGTH, STEPS = 1000, 24, 192, 3
 base = LlamaForCausalLM(
     LlamaConfig(
         vocab_size=WORDS,

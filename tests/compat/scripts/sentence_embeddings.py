@@ -35,19 +35,19 @@ BertModel(
 transformer = models.Transformer("base", max_seq_length=128)
 model = SentenceTransformer(modules=[transformer, models.Pooling(192)], device="cpu")
 chance = random.Random(0)
-texts = [" ".join(chance.choices(words[2:], k=chance.randint(40, 90))) for _ in range(96)]
+texts = [" ".join(chance.choices(words[2:], k=chance.randint(40, 90))) for _ in range(144)]
 trainer = SentenceTransformerTrainer(
     model=model,
     args=SentenceTransformerTrainingArguments(
         "out",
-        per_device_train_batch_size=12,
+        per_device_train_batch_size=24,
         max_steps=3,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
     ),
-    train_dataset=Dataset.from_dict({"anchor": texts[:48], "positive": texts[48:]}),
+    train_dataset=Dataset.from_dict({"anchor": texts[:72], "positive": texts[72:]}),
     loss=losses.MultipleNegativesRankingLoss(model),
 )
 trainer.train()

@@ -45,7 +45,7 @@ trainer = DPOTrainer(
     model=model,
     args=DPOConfig(
         "out",
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=10,
         max_length=128,
         max_steps=3,
         learning_rate=1e-3,

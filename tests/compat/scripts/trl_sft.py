@@ -19,7 +19,7 @@ tokenizer = PreTrainedTokenizerFast(
 )
 
 chance = random.Random(0)
-texts = [" ".join(chance.choices(words[3:], k=chance.randint(60, 120))) for _ in range(64)]
+texts = [" ".join(chance.choices(words[3:], k=chance.randint(60, 120))) for _ in range(96)]
 data = Dataset.from_dict({"text": texts})
 
 model = LlamaForCausalLM(
@@ -39,7 +39,7 @@ trainer = SFTTrainer(
     model=model,
     args=SFTConfig(
         "out",
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=12,
         gradient_accumulation_steps=2,
         max_length=128,
         max_steps=3,
