@@ -1,6 +1,7 @@
 """A convolutional network whose few largest weights are half of its memory, in channels-last order, with RMSprop."""
 
 import hashlib
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         widths = 3, 32, 128, 512, 1024, 1024
-        self.stages = nn.ModuleList(double(*pair) for pair in zip(widths, widths[1:], strict=False))
+        self.stages = nn.ModuleList(double(*pair) for pair in itertools.pairwise(widths))
         self.out = nn.Linear(1024, 10)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -39,10 +39,10 @@ trainer = SFTTrainer(
     model=model,
     args=SFTConfig(
         "out",
-        per_device_train_batch_size=12,
+        per_device_train_batch_size=18,
         gradient_accumulation_steps=2,
         max_length=128,
-        max_steps=3,
+        max_steps=2,
         learning_rate=1e-3,
         gradient_checkpointing=False,
         bf16=False,
