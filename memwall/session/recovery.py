@@ -199,7 +199,9 @@ class Recovery:
         try:
             revision = self._live.revised(charged_bytes=charged_bytes, held_bytes=held_bytes)
         except InfeasibleError as error:
-            _log.warning("no plan fits the %s that could be had: %s", format_bytes(error.budget_bytes), error)
+            # The error that ends the run says what to do.
+            needed = format_bytes(error.smallest_feasible_bytes, rounding="up")
+            _log.warning("no plan fits the %s that could be had: it takes %s", format_bytes(error.budget_bytes), needed)
             return None
         if revision.plan.actions == before.actions:
             return None

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -266,7 +267,7 @@ def test_a_cache_of_parametrizations_is_no_raw_error(tmp_path: Path) -> None:
             optimizer.zero_grad()
 
 
-def test_a_failure_that_no_plan_makes_up_for_ends_the_run(tmp_path: Path) -> None:
+def test_a_failure_that_no_plan_makes_up_for_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = made()
     model.bomb.asked = "900.00 GiB"
     with (
@@ -274,6 +275,8 @@ def test_a_failure_that_no_plan_makes_up_for_ends_the_run(tmp_path: Path) -> Non
         memwall.fit(model, optimizer, budget="1TiB", disk=str(tmp_path)),
     ):
         train(model, optimizer, (1,))
+    (said,) = [message for message in caplog.messages if "that could be had" in message]
+    assert re.fullmatch(r"no plan fits the [\d.]+ MiB that could be had: it takes 90[\d.]+ GiB", said), said
 
 
 def test_the_first_forward_of_a_step_alone_is_called_again(tmp_path: Path) -> None:

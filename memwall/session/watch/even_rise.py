@@ -8,7 +8,6 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
-from statistics import correlation
 
 __all__ = ["EvenRise", "rise_per_step"]
 
@@ -91,12 +90,17 @@ class EvenRise:
     def is_straight(self) -> bool:
         """Tells whether the last steps lie on a line, as what a loop adds in each of them does and a heap does not."""
         last = list(self._values)[-_FIRST_STEPS + 1 :]
-        return (
-            last[-1] - last[0] >= _STRAIGHT_LEAST * self._least_rise
-            and correlation(range(len(last)), last) >= _STRAIGHT
-        )
+        return last[-1] - last[0] >= _STRAIGHT_LEAST * self._least_rise and _correlation_with_time(last) >= _STRAIGHT
 
     def forget(self) -> None:
         """Begins anew."""
         self._values.clear()
         self._lowest, self.may_rise = math.inf, False
+
+
+def _correlation_with_time(values: Sequence[float]) -> float:
+    """Returns how well values lie on a line, from -1 to 1; 0 where they are equal."""
+    middle, mean = (len(values) - 1) / 2, math.fsum(values) / len(values)
+    moments = [(number - middle, value - mean) for number, value in enumerate(values)]
+    spread = math.sqrt(math.fsum(x * x for x, _ in moments) * math.fsum(y * y for _, y in moments))
+    return math.fsum(x * y for x, y in moments) / spread if spread else 0.0
