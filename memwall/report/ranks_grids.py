@@ -9,7 +9,8 @@ def ranks_grids(ranks: RanksForecast | None, *, is_explained: bool) -> tuple[Gri
     """Returns the tables of many ranks, with the reason against each way or without; none of a plan for one process."""
     if ranks is None:
         return ()
-    return (_kinds_grid(ranks), *((_reasons_grid(ranks),) if is_explained else ()), _curve_grid(ranks))
+    explained = (_reasons_grid(ranks), *((_bytes_grid(ranks),) if ranks.peak else ())) if is_explained else ()
+    return (_kinds_grid(ranks), *explained, _curve_grid(ranks))
 
 
 def _kinds_grid(ranks: RanksForecast) -> Grid:
@@ -29,6 +30,22 @@ def _reasons_grid(ranks: RanksForecast) -> Grid:
         columns=("", "not chosen, since"),
         rows=tuple((one.words, one.reason or "(chosen)") for one in ranks.choices),
         text_columns=(0, 1),
+    )
+
+
+def _bytes_grid(ranks: RanksForecast) -> Grid:
+    """Returns what a rank holds at its peak, by what becomes of it with more ranks."""
+    rows = (
+        ("its own of parameters, gradients and state", [one.standing_bytes for one in ranks.peak]),
+        ("gathered parameters", [one.gathered_bytes for one in ranks.peak]),
+        ("in flight", [one.in_flight_bytes for one in ranks.peak]),
+        ("activations and temporaries", [one.activation_bytes for one in ranks.peak]),
+        ("outside of tensors", [one.outside_bytes for one in ranks.peak]),
+    )
+    return Grid(
+        title="What a rank holds at the peak of its step (simulated)",
+        columns=("", *(f"{one.num_ranks} ranks" for one in ranks.peak)),
+        rows=tuple((name, *map(format_bytes, sizes)) for name, sizes in rows),
     )
 
 

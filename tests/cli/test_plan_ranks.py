@@ -65,10 +65,16 @@ def test_what_divides_a_model_is_the_fastest_way_that_fits(
     assert points[512]["process_bytes"] <= points[16]["process_bytes"] <= points[4]["process_bytes"]
     assert points[512]["samples_per_second"] > points[16]["samples_per_second"]
     assert Plan.load(output).forecast.ranks is not None
+    now, more = ranks["peak"]
+    assert (now["num_ranks"], more["num_ranks"]) == (16, 24)
+    assert sum(value for name, value in now.items() if name.endswith("_bytes")) == found["peak"]["process_bytes"]
+    assert best["sharding"]["is_hybrid"]
+    assert now | {"num_ranks": 24} == more  # a node has all of the model
     assert main(["explain", str(output)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "16 ranks on 2 nodes over infiniband-hdr" in told
     assert "not chosen, since" in told
+    assert "What a rank holds at the peak of its step (simulated) 16 ranks 24 ranks" in told
 
 
 @pytest.mark.slow

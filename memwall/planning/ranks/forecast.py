@@ -60,6 +60,27 @@ class CurvePoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     is_recomputed: bool = False
 
 
+class RankBytes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Says what a rank holds at the peak of its step under the plan, were there so many ranks."""
+
+    num_ranks: int
+    standing_bytes: int
+    """Parameters, gradients, optimizer state and buffers, as far as they are a rank's own between collectives."""
+    gathered_bytes: int
+    """Parameters that collectives have made whole."""
+    in_flight_bytes: int
+    """Tensors that are reduced or sent."""
+    activation_bytes: int
+    """All other tensors."""
+    outside_bytes: int
+    """The device's context, communicators, and what the allocator has beyond tensors."""
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Returns the bytes of all tensors."""
+        return self.standing_bytes + self.gathered_bytes + self.in_flight_bytes + self.activation_bytes
+
+
 class RanksForecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Holds the choice of how to divide a model among ranks."""
 
@@ -74,3 +95,5 @@ class RanksForecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Names of the classes of blocks among them."""
     choices: tuple[RankChoice, ...]
     curve: tuple[CurvePoint, ...]
+    peak: tuple[RankBytes, ...] = ()
+    """Of the choice: for these ranks, and for eight more where there is a network of them."""

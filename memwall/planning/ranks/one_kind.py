@@ -33,13 +33,17 @@ class OneKind:
     """
 
     def __init__(self, kind: AnySharding, units: TraceUnits, settings: Settings, network: Network) -> None:
-        self.kind, self._units, self._network = kind, units, network
+        self.kind, self._units, self._network, self._asked = kind, units, network, settings
         self._plain, self._settings = units.trace, _with_communicators(settings, kind, network)
         self.found: Candidate | None = None
         self.fits = False
         self.is_searched = False
         """Whether its plans have been looked at."""
         self._settled_bytes = 0
+
+    def among(self, network: Network) -> "OneKind":
+        """Returns the same kind among other ranks."""
+        return OneKind(self.kind, self._units, self._asked, network)
 
     @cached_property
     def cost(self) -> RankCost:
@@ -86,7 +90,7 @@ class OneKind:
     def process(self) -> DeviceModel:
         """Returns what forecasts a rank's process."""
         assert self._settings.hardware is not None
-        return DeviceModel(self._trace, self._settings.hardware)
+        return DeviceModel(self.trace, self._settings.hardware)
 
     @property
     def fits_plain(self) -> bool:
@@ -121,7 +125,7 @@ class OneKind:
         needed_bytes = self.needed_bytes
         for _ in range(_MOST_ROUNDS):
             settings = replace(self._search.settings, budget_bytes=needed_bytes)
-            if RecordingSearch(self._trace, settings, process=self.process).best():
+            if RecordingSearch(self.trace, settings, process=self.process).best():
                 break
             needed_bytes = int(needed_bytes * _NEXT_BUDGET)
         self._settled_bytes = needed_bytes
@@ -151,17 +155,18 @@ class OneKind:
 
     def outlined_bytes(self, step: Step, reserved_share: float) -> int:
         """Returns the process bytes of a step by its live bytes, where so much is reserved for each of them."""
-        return self.process.base_bytes + int(live_peak_bytes(step, self._trace.device) * reserved_share)
+        return self.process.base_bytes + int(live_peak_bytes(step, self.trace.device) * reserved_share)
 
     def standing_bytes(self, reserved_share: float) -> int:
         """Returns the same of what is live all through the step, which no treatment takes away."""
-        step, device = self.cost.step, self._trace.device
+        step, device = self.cost.step, self.trace.device
         here = (each for each in step.storages if each.device_type == device)
         standing_bytes = sum(each.nbytes for each in here if each.birth < 0 and each.death >= len(step.ops))
         return self.process.base_bytes + int(standing_bytes * reserved_share)
 
     @cached_property
-    def _trace(self) -> Trace:
+    def trace(self) -> Trace:
+        """Returns the trace of one rank."""
         steady = self._units.steady
         steps = tuple(self.cost.step if step is steady else self._cost(step).step for step in self._plain.steps)
         return replace(self._plain, steps=steps)
@@ -170,7 +175,7 @@ class OneKind:
     def _search(self) -> RecordingSearch:
         capacity = self._settings.tier_capacity_bytes
         return RecordingSearch(
-            self._trace,
+            self.trace,
             replace(
                 self._settings,
                 can_move_state=self.kind.moves_state,

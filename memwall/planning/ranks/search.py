@@ -17,6 +17,7 @@ from memwall.planning.ranks.curve import curve_over_ranks
 from memwall.planning.ranks.forecast import RankChoice, RanksForecast
 from memwall.planning.ranks.kinds import KINDS
 from memwall.planning.ranks.one_kind import OneKind
+from memwall.planning.ranks.rank_bytes import rank_bytes
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
 from memwall.predict.sharding.network import Network, network_of
@@ -81,6 +82,7 @@ def plan_ranks(
     if not best.fits:
         needed_bytes = min(one.needed_bytes for one in open_kinds if not one.changes_numerics)
         made = replace(made, forecast=replace(made.forecast, smallest_feasible_budget_bytes=needed_bytes))
+    forecast = replace(forecast, peak=rank_bytes(best, made, network))
     told = replace(made.forecast, ranks=forecast, not_modelled=(*made.forecast.not_modelled, NOT_MODELLED))
     return replace(made, forecast=told), forecast
 

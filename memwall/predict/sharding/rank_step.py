@@ -12,6 +12,11 @@ ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _HALF_BYTES = 2
 
 
+def is_added(storage: Storage) -> bool:
+    """Tells whether a storage stands for what a way to divide a model makes, and was not recorded."""
+    return storage.module < 0 and storage.phase == "other"
+
+
 class RankStep:
     """Changes a step bit by bit; storages keep their numbers, and new ones come after them.
 

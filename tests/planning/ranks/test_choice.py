@@ -15,6 +15,7 @@ from memwall.planning.candidate import Candidate
 from memwall.planning.one_recording.recording_search import RecordingSearch
 from memwall.planning.ranks.kinds import KINDS
 from memwall.planning.ranks.one_kind import OneKind
+from memwall.planning.ranks.rank_bytes import rank_bytes
 from memwall.planning.ranks.search import infeasible_ranks, plan_ranks
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.accumulate import Accumulate
@@ -116,6 +117,19 @@ def test_what_changes_numerics_is_not_told_as_what_needs_least() -> None:
     error = infeasible_ranks(ranks, trace, asked)
     assert error.smallest_feasible_bytes == needed_bytes["DDP"]
     assert "DDP needs least" in str(error)
+
+
+def test_of_what_a_rank_holds_more_ranks_make_its_own_part_smaller_alone() -> None:
+    """GIVEN a model that eight ranks divide THEN of sixteen each holds half as much of it, and gathers as much."""
+    network = network_of(A100, num_ranks=8, num_ranks_per_node=16, link=None)
+    one = OneKind(Fsdp2(), TraceUnits(traced(64)), settings(36 * GIB), network)
+    one.search()
+    of_eight, of_sixteen = rank_bytes(one, one.plan(), network)
+    assert (of_eight.num_ranks, of_sixteen.num_ranks) == (8, 16)
+    assert of_eight.tensor_bytes + of_eight.outside_bytes == one.plan().forecast.peak.process_bytes
+    assert of_sixteen.standing_bytes == pytest.approx(of_eight.standing_bytes / 2, rel=0.01)
+    assert of_sixteen.gathered_bytes == of_eight.gathered_bytes > 0
+    assert len(rank_bytes(one, one.plan(), replace(network, num_ranks_per_node=8))) == 1
 
 
 def test_gradients_are_averaged_in_bfloat16_where_that_is_allowed_and_the_link_is_slow() -> None:
