@@ -65,6 +65,8 @@ def everything(model: Model, values: Tensor) -> Tensor:
 
 def made(before: Callable[[Model, Tensor], Tensor] = lambda _, values: values) -> tuple[Model, torch.optim.Optimizer]:
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
     model = Model(before)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
