@@ -16,6 +16,8 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     """The most that it would hold with parameters and gradients in memory; 0 where they were."""
     stays_from_bytes: int
     """Smallest budget with which a first step keeps parameters and gradients in memory."""
+    left_out_bytes: int = 0
+    """What it would hold besides, had it run the blocks that it left out."""
     others_bytes: int = 0
     """Parameters of other models that went to disk while they were built, and were there as the step ran."""
     built_from_bytes: int = 0
@@ -39,8 +41,9 @@ class FirstStep(Struct, frozen=True, kw_only=True):
         >>> first.least_budget_bytes(200, asked_bytes=305, budget_for=lambda held: held + 10)
         305
         """
-        kept_to_bytes = asked_bytes if asked_bytes >= self.needed_bytes else math.inf
-        as_it_ran = max(smallest_bytes, int(min(budget_for(self.needed_bytes), kept_to_bytes)))
+        needed_bytes = self.needed_bytes + self.left_out_bytes
+        kept_to_bytes = asked_bytes if asked_bytes >= needed_bytes else math.inf
+        as_it_ran = max(smallest_bytes, int(min(budget_for(needed_bytes), kept_to_bytes)))
         # The process differs from run to run by about the margin: near the border either may happen.
         if not self.in_memory_bytes or budget_for(as_it_ran) < self.stays_from_bytes:
             return as_it_ran

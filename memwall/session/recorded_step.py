@@ -37,6 +37,7 @@ from memwall.predict.process import calibrated, parked_bytes
 from memwall.predict.state_on_disk import as_stepped_at_once, state_sizes, with_state_on_disk
 from memwall.predict.treatment import StepModel
 from memwall.session.device_budget import DeviceBudget
+from memwall.session.loop.left_out_blocks import LeftOutBlocks
 from memwall.session.measurements import standing_bytes
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.optimizers import joint_name
@@ -91,6 +92,7 @@ class RecordedStep:
         self.differentiates_backward = False
         """Whether a backward of the step made a graph of itself (`create_graph=True`), as gradient penalties do."""
         self._builder: TraceBuilder | None = None
+        self._left_out = LeftOutBlocks()
         self._parked: Parked | None = None
         device_budget.hold(meter_of(model), settings.budget_bytes)
         device_budget.begin_recording()
@@ -155,6 +157,7 @@ class RecordedStep:
 
     def before_optimizer(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Moves what has no room; to be called before each optimizer's step, with those that are known by then."""
+        self._left_out.optimizer_begins(self._model)
         if not self._peak_before_optimizer_bytes:
             meter = meter_of(self._model)
             self._peak_before_optimizer_bytes, allocator = meter.peak_bytes(), meter.allocator_peak()
@@ -238,9 +241,21 @@ class RecordedStep:
                 # Where they had to come back before the optimizer ran, that was measured.
                 ran_bytes = 0 if is_streamed else step.process_peak_bytes
                 in_memory_bytes = max(in_memory_bytes, on_device_bytes, ran_bytes)
-        return trace, FirstStep(
+        with self._keeper.shown():
+            planned_for = self._left_out.whole(
+                trace, builder.table, optimizers, draws_in_python=builder.draws_in_python
+            )
+        more_bytes = 0
+        if planned_for is not trace:
+            recorded_bytes, whole_bytes = (
+                parked_bytes(one, one.steps[0], min_bytes=min_bytes, away_min_bytes=away_min_bytes, kept_bytes=0)
+                for one in (trace, planned_for)
+            )
+            more_bytes = max(0, whole_bytes - recorded_bytes)
+        return planned_for, FirstStep(
             needed_bytes=step.process_peak_bytes - (kept_bytes or 0),
-            in_memory_bytes=in_memory_bytes,
+            in_memory_bytes=in_memory_bytes + (more_bytes if in_memory_bytes else 0),
+            left_out_bytes=0 if is_streamed else more_bytes,
             stays_from_bytes=self._parameters.stays_from_bytes,
             others_bytes=others_bytes,
             built_from_bytes=self._parameters.built_from_bytes if others_bytes else 0,

@@ -67,6 +67,11 @@ class ModuleTable:
         for name, child in children:
             self._add(child, f"{path}.{name}" if path else name, index, kind, records)
 
+    def module_at(self, index: int) -> nn.Module | None:
+        """Returns the module that a record is of; None for the nameless parent of several roots."""
+        index -= len(self.records) - len(self._modules)
+        return self._modules[index] if index >= 0 else None
+
     def index_of(self, module: nn.Module) -> int:
         """Returns the index of a module, or -1 if it is not below a root."""
         return self._index.get(id(module), -1)

@@ -7,7 +7,7 @@ see what backward keeps, and module hooks say whose forward is running. The reco
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ from memwall.trace.attached import attach_hook
 from memwall.trace.device_timer import DeviceTimer
 from memwall.trace.event_log import EventLog
 from memwall.trace.gathered import Gathered
+from memwall.trace.left_out.python_numbers import python_numbers
 from memwall.trace.modules import ModuleTable, as_moved
 from memwall.trace.op_work import OpWork, own_work_of, work_of
 from memwall.trace.operator_arguments import numbers_among, tensors_among, written_among
@@ -106,6 +107,9 @@ class StepRecorder(StepMode):
         self.num_optimizer_steps = 0
         self.is_changed_by_hand = False
         """Whether a parameter was written after a backward, outside of any optimizer."""
+        self.draws_in_python = False
+        """Whether a root's forward took random numbers of Python's, or of numpy's."""
+        self._numbers: Hashable = None
         self._begins_step = begins_step or (lambda _: self.num_optimizer_steps > 0)
         self._paused = 0
         self._patches = Patches("records a step")
@@ -255,6 +259,7 @@ class StepRecorder(StepMode):
                 return  # the next step's: whoever records ends this one in a hook that runs after this
             self._set_phase("forward" if torch.is_grad_enabled() else "eval")
             self._note_input(tensors_among(args, []))
+            self._numbers = python_numbers()
         self.log.enter_call(index, next_sequence_number())
 
     def _note_input(self, tensors: list[Tensor]) -> None:
@@ -279,6 +284,7 @@ class StepRecorder(StepMode):
         if not self.log.call_stack and self._phase == "forward":
             self._note_input(inputs)
             self._set_phase("loss")
+            self.draws_in_python |= python_numbers() != self._numbers
 
     def _enter_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:

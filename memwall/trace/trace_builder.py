@@ -66,7 +66,9 @@ class TraceBuilder:
         self._had_state = False
         self._begin = 0.0
         self._workspaces = workspaces or Workspaces(is_available=not self._is_fake)
-        self._modules = ModuleTable(roots).records
+        self.table = ModuleTable(roots)
+        self.draws_in_python = False
+        """Whether a forward of the last step took random numbers that no operation shows."""
 
     @property
     def is_recording(self) -> bool:
@@ -153,6 +155,7 @@ class TraceBuilder:
         wall_seconds = 0.0 if self._is_fake else time.perf_counter() - self._begin
         peak_bytes = 0 if self._is_fake else self._meter.peak_bytes()
         recorder, self._recorder = self._recorder, None
+        self.draws_in_python = recorder.draws_in_python
         log = recorder.finish(optimizers)
         for phase, hint in _EVALUATION if is_evaluation else _TRAINING:
             if not log.has_mark(phase):
@@ -208,7 +211,7 @@ class TraceBuilder:
             workspace_bytes=0,
             machine=machine or Machine(),
             names=tuple(self._names),
-            modules=self._modules,
+            modules=self.table.records,
             steps=tuple(self._steps),
             input_shape=self._input_shape,
             input_dtype=self._input_dtype,

@@ -1,0 +1,75 @@
+"""The step in which every block runs, made from one that left some out: what a later step may come to.
+
+A step of stochastic depth leaves other blocks out each time, and one of a mixture of experts those without a token.
+Which blocks another step runs is not known; that it runs all of them is the most.
+"""
+
+from collections.abc import Callable, Sequence
+
+from memwall.trace.left_out.copied_run import Lacks, with_copies
+from memwall.trace.left_out.siblings import Siblings
+from memwall.trace.records import Module, Step
+
+_CHOICES = ("aten._local_scalar_dense.default", "aten.nonzero.default")
+"""Operations through which Python sees numbers, and may go another way in the next step."""
+
+
+class Choices:
+    """Tells of a step which of its modules may call others than they did.
+
+    Args:
+        draws_in_python: whether a forward took random numbers of Python's, or of numpy's, which no operation shows.
+    """
+
+    def __init__(self, step: Step, names: Sequence[str], modules: Sequence[Module], *, draws_in_python: bool) -> None:
+        self._modules, self._draws_in_python = modules, draws_in_python
+        numbers = {number for number, name in enumerate(names) if name in _CHOICES}
+        self._choosing = {op.module for op in step.ops if op.name in numbers and op.phase in ("forward", "loss")}
+
+    def may_run(self, module: int) -> bool:
+        """Returns whether the module, or one that it is in, saw numbers in its own forward."""
+        if self._draws_in_python:
+            return True
+        while module >= 0:
+            if module in self._choosing:
+                return True
+            module = self._modules[module].parent
+        return False
+
+
+def whole_step(
+    step: Step,
+    modules: Sequence[Module],
+    *,
+    may_run: Callable[[int], bool],
+    lacks: Callable[[int, Sequence[int]], Lacks | None],
+) -> Step:
+    """Returns the step with the blocks that it left out, each in the place of its like; the same one where none was.
+
+    Args:
+        may_run: tells of a block whether another step may run it.
+        lacks: returns what does not exist yet of a block, of those alike; None where it is not trained.
+    """
+    siblings = Siblings(modules)
+    for group in siblings.groups():
+        known: dict[int, Lacks | None] = {}
+        for window in range(1 + sum(name == "accumulation" for name, _ in step.marks)):
+            while True:
+                begin, end = _window(step, window)
+                found = siblings.left_out(step, group, begin, end)
+                for each in found:
+                    if each.module not in known:
+                        known[each.module] = lacks(each.module, group) if may_run(each.module) else None
+                one = next((each for each in found if known[each.module] is not None), None)
+                lacking = None if one is None else known[one.module]
+                if one is None or lacking is None:
+                    break
+                step = with_copies(step, one, size=siblings.sizes[one.module], lacks=lacking)
+                known[one.module] = Lacks()  # by the next forward of the step it has them
+    return step
+
+
+def _window(step: Step, number: int) -> tuple[int, int]:
+    """Returns the operations of one forward and backward of several that are accumulated."""
+    begins = [0, *(at for name, at in step.marks if name == "accumulation"), len(step.ops) + 1]
+    return begins[number], begins[number + 1]
