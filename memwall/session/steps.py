@@ -106,6 +106,8 @@ class Steps:
         if self.borders.drop_dry_run():
             self.borders.attach_instead(model)
             return
+        if self.state == "running":  # the plan is not for these: their first step is recorded, not only the next one
+            self.borders.end_step()
         self._changes.outgrow(model)
         self._forwards.forget()
         self._joint, self._is_joint_known = None, False
