@@ -180,7 +180,9 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 def _check(plan: Plan, accelerator: Any, rest: Iterable[Any]) -> None:
     """Refuses an accelerator that does not do its part of the plan."""
-    expected = plan.accelerate_kwargs()
+    expected: dict[str, Any] = {}
+    for action in plan.actions:
+        expected |= technique_of(action).accelerate_kwargs(action)
     found = {name: getattr(accelerator, name) for name in expected}
     if found != expected:
         raise IntegrationError(

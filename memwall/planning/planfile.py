@@ -15,7 +15,13 @@ from memwall.errors import PlanError
 from memwall.machine.launched import launched
 from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast
-from memwall.planning.ranks.frontends import accelerate_sharding, in_kept_precision, trainer_sharding
+from memwall.planning.ranks.frontends import (
+    accelerate_reducing_each,
+    accelerate_sharding,
+    in_kept_precision,
+    trainer_reducing_each,
+    trainer_sharding,
+)
 from memwall.planning.technique import technique_of, techniques
 from memwall.versioned_files import FileKind, json_bytes, whole_file
 
@@ -97,7 +103,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         kwargs = accelerate_sharding(self.forecast.ranks)
         for action in self.actions:
             kwargs |= technique_of(action).accelerate_kwargs(action)
-        return kwargs
+        return accelerate_reducing_each(self.forecast.ranks, kwargs)
 
     def training_arguments(self, args: Any) -> Any:
         """Returns a copy of `transformers.TrainingArguments` (or a subclass) with what the plan needs set in it.
@@ -111,7 +117,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         changes = sharding = trainer_sharding(self.forecast.ranks)
         for action in self.actions:
             changes = changes | technique_of(action).training_arguments(action)
-        made = dataclasses.replace(args, **changes)
+        made = dataclasses.replace(args, **trainer_reducing_each(self.forecast.ranks, changes, args))
         return in_kept_precision(made) if sharding else made
 
     def deepspeed_config(self, **settings: Any) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 import pytest
 from plans import a_plan
 from sharded_runs import Model, network_for, ranked_plan
+from trainer_runs import with_actions
 
 from memwall.apply.shard import shard
 from memwall.errors import UsageError
 from memwall.planning.ranks.frontends import accelerate_sharding, trainer_sharding
+from memwall.planning.techniques.accumulate import Accumulate
 from memwall.predict.sharding.ddp import Ddp
 from memwall.predict.sharding.fsdp2 import Fsdp2
 from memwall.predict.sharding.zero import DeepSpeedZero
@@ -80,3 +82,23 @@ def test_accelerate_and_the_trainer_take_fsdp2_from_the_plan() -> None:
     assert compressed["kwargs_handlers"][0].comm_hook.value == "bf16"
     with pytest.raises(UsageError, match=r"Accelerate has no word for FSDP2, kept in the node"):
         ranked_plan(Fsdp2(reshard="node"), network_for(16)).accelerate_kwargs()
+
+
+@pytest.mark.slow
+@pytest.mark.requires("accelerate", "transformers")
+def test_frontends_reduce_each_micro_batch_under_fsdp2() -> None:
+    """GIVEN a plan with micro-batches THEN no gradient waits whole for the last one, which is Accelerate's default."""
+    from transformers import TrainingArguments
+
+    plan = with_actions(ranked_plan(Fsdp2(), network_for(8)), (Accumulate(micro_batch=2, num_micro_batches=4),))
+    kwargs = plan.accelerate_kwargs()
+    assert "gradient_accumulation_steps" not in kwargs
+    plugin = kwargs["gradient_accumulation_plugin"]
+    assert (plugin.num_steps, plugin.sync_each_batch) == (4, True)
+    asked = TrainingArguments(output_dir="unused", use_cpu=True, accelerator_config={"even_batches": False})
+    arguments = plan.training_arguments(asked)
+    assert arguments.gradient_accumulation_steps == 4
+    assert arguments.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}
+    assert not arguments.accelerator_config.even_batches
+    replicated = with_actions(ranked_plan(Ddp(), network_for(8)), (Accumulate(micro_batch=2, num_micro_batches=4),))
+    assert replicated.accelerate_kwargs() == {"gradient_accumulation_steps": 4}

@@ -77,6 +77,31 @@ def trainer_sharding(ranks: RanksForecast | None) -> dict[str, Any]:
     return fields
 
 
+def accelerate_reducing_each(ranks: RanksForecast | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns arguments of Accelerator with which FSDP2 reduces the gradients of each micro-batch, as is foreseen.
+
+    Gradients that wait for the last micro-batch, Accelerate's default, are whole on every rank.
+    """
+    if "gradient_accumulation_steps" not in kwargs or not _is_fsdp2(ranks):
+        return kwargs
+    from accelerate.utils import GradientAccumulationPlugin
+
+    num_steps = kwargs["gradient_accumulation_steps"]
+    plugin = GradientAccumulationPlugin(num_steps=num_steps, sync_each_batch=True)
+    others = {name: value for name, value in kwargs.items() if name != "gradient_accumulation_steps"}
+    return others | {"gradient_accumulation_plugin": plugin}
+
+
+def trainer_reducing_each(ranks: RanksForecast | None, changes: dict[str, Any], args: Any) -> dict[str, Any]:
+    """Returns fields of TrainingArguments with which FSDP2 does so, beside what the arguments say to Accelerate."""
+    if "gradient_accumulation_steps" not in changes or not _is_fsdp2(ranks):
+        return changes
+    said = args.accelerator_config
+    own = {} if said is None else dict(said) if isinstance(said, dict) else said.to_dict()
+    each = (own.get("gradient_accumulation_kwargs") or {}) | {"sync_each_batch": True}
+    return changes | {"accelerator_config": own | {"gradient_accumulation_kwargs": each}}
+
+
 def in_kept_precision(args: Any) -> Any:
     """Returns the TrainingArguments, of which FSDP2 is to gather parameters as they are kept."""
     args.fsdp_plugin_args["mixed_precision_policy"] = _kept_precision()  # its configuration has no word for it
@@ -88,6 +113,10 @@ def _kept_precision() -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     return MixedPrecisionPolicy()
+
+
+def _is_fsdp2(ranks: RanksForecast | None) -> bool:
+    return ranks is not None and isinstance(ranks.chosen, Fsdp2)
 
 
 def _expressible(chosen: Any, frontend: str) -> Fsdp2:

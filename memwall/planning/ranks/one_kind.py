@@ -18,7 +18,7 @@ from memwall.predict.sharding.network import Network
 from memwall.predict.sharding.units import TraceUnits
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
-from memwall.units import format_bytes
+from memwall.units import format_bytes, format_seconds
 
 # Budgets that are tried in search of one that holds, each so much larger.
 _MOST_ROUNDS, _NEXT_BUDGET = 12, 1.02
@@ -143,8 +143,21 @@ class OneKind:
             step_seconds=self.seconds(),
             lower_bound_seconds=None if lower is None else lower + self.cost.exposed_seconds,
             plain_step_seconds=(forecast.plain_step_seconds or 0.0) + added,
+            binding=(*forecast.binding, *self._price_of_reducing_each()),
         )
         return replace(made, forecast=forecast)
+
+    def _price_of_reducing_each(self) -> tuple[str, ...]:
+        """Returns what it saves and costs that each micro-batch's gradients are reduced; nothing where it is one."""
+        assert self.found is not None
+        num_more = self.found.num_parts - 1
+        if not num_more or not self.cost.waiting_gradient_bytes:
+            return ()
+        return (
+            "each micro-batch's gradients are reduced (Accelerate's sync_each_batch): if they waited for the last one, "
+            f"a rank would hold {format_bytes(self.cost.waiting_gradient_bytes)} more, and reduce for "
+            f"{format_seconds(num_more * self.cost.reduction_seconds)} less",
+        )
 
     def recomputed(self) -> tuple[Step, float]:
         """Returns the step with every block recomputed, and the seconds that this adds."""

@@ -76,6 +76,7 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
             self._backward(rank, unit, call, passes, position, network)
         self._root(rank, units[0], passes, num)
         communication_seconds, exposed_seconds = self._seconds(rank, units[0], passes, network)
+        gradients = [index for unit in units for index in unit.gradients]
         host_seconds = 0.0
         if self.is_offloaded:
             host_seconds = host_step_seconds(-(-rank.num_elements(rank.parameters) // num), network.size("node"))
@@ -85,6 +86,8 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
             communication_seconds=communication_seconds,
             exposed_seconds=exposed_seconds + host_seconds,
             exposed_per_pass=exposed_seconds,
+            waiting_gradient_bytes=rank.nbytes(gradients) * (num - 1) // num,
+            reduction_seconds=sum(self._reduce_seconds(rank, unit, network) for unit in units),
             host_bytes=host_bytes,
         )
 

@@ -30,6 +30,7 @@ from memwall.predict.sharding.zero import DeepSpeedZero
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.trace.workload import Workload
+from memwall.units import format_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +70,15 @@ def test_micro_batches_fit_where_recomputing_every_block_does_not() -> None:
     assert made is not None
     assert made.forecast.fits
     assert any(isinstance(action, Accumulate) for action in made.actions)
+
+
+def test_a_plan_says_what_it_saves_that_fsdp2_reduces_each_micro_batch() -> None:
+    network = network_of(A100, num_ranks=8, num_ranks_per_node=8, link=None)
+    one = OneKind(Fsdp2(), TraceUnits(traced(262_144)), settings(16 * GIB, splits=True), network)
+    one.search()
+    (price,) = (text for text in one.plan().forecast.binding if "sync_each_batch" in text)
+    whole_bytes = 4 * (2 * 4096 * 8192 + 4096 + 8192) * 4
+    assert f"a rank would hold {format_bytes(whole_bytes * 7 // 8)} more, and reduce for" in price
 
 
 @pytest.mark.parametrize("splits", [False, True])
