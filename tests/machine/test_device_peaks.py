@@ -22,7 +22,7 @@ class Allocator:
 
     def statistics(self, device: Any = None) -> dict[str, Any]:
         figures = {"all": {"current": self.now_bytes, "peak": self.peak_bytes}}
-        names = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+        names = ("active_bytes", "allocated_bytes", "reserved_bytes", "inactive_split_bytes")
         return dict.fromkeys(names, figures) | {"num_alloc_retries": 0}
 
     def reset(self, device: Any = None) -> None:

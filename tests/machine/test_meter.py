@@ -50,6 +50,7 @@ class Card:
         return {
             "allocated_bytes": peak,
             "reserved_bytes": peak,
+            "active_bytes": {"all": {"peak": 0}},
             "inactive_split_bytes": {"all": {"peak": 0}},
             "num_alloc_retries": 0,
         }

@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from memwall.machine.device_peaks import segment_bytes
 from memwall.machine.meter import mapped_bytes, process_bytes
 from memwall.session.watch.even_rise import EvenRise
 from memwall.units import format_bytes
@@ -30,8 +31,7 @@ class DeviceMemoryWatch:
     def begin_step(self) -> None:
         """Looks; to be called when a step begins."""
         if "free" not in self._said:
-            reserved_bytes = torch.cuda.memory_reserved(self._device)
-            allocated_bytes = torch.cuda.memory_allocated(self._device)
+            reserved_bytes, allocated_bytes = segment_bytes(self._device)
             self._free.add(reserved_bytes - allocated_bytes)
             if (rise := self._free.sure_per_step()) is not None:
                 self._said.add("free")

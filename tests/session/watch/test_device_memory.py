@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from memwall.machine.device_peaks import segment_bytes
 from memwall.session.watch.device_memory import DeviceMemoryWatch
 
 MIB = 1 << 20
@@ -19,10 +20,10 @@ class Figures:
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> Figures:
     said = Figures()
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: said.reserved)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: said.allocated)
-    monkeypatch.setattr("memwall.session.watch.device_memory.process_bytes", lambda: said.host)
-    monkeypatch.setattr("memwall.session.watch.device_memory.mapped_bytes", lambda: said.mapped)
+    module = "memwall.session.watch.device_memory"
+    monkeypatch.setattr(f"{module}.segment_bytes", lambda _: (said.reserved, said.allocated))
+    monkeypatch.setattr(f"{module}.process_bytes", lambda: said.host)
+    monkeypatch.setattr(f"{module}.mapped_bytes", lambda: said.mapped)
     return said
 
 
@@ -62,3 +63,11 @@ def test_nothing_is_said_of_300_healthy_steps(figures: Figures, caplog: pytest.L
         figures.host = int(2000 * MIB * (1 - 0.9**number)) + draw.randrange(16 * MIB)
         watch.begin_step()
     assert caplog.messages == []
+
+
+@pytest.mark.gpu
+def test_what_segments_hold_is_what_torch_says() -> None:
+    kept = torch.ones(1 << 20, device="cuda")
+    found = segment_bytes(kept.device)
+    assert found == (torch.cuda.memory_reserved(), torch.cuda.memory_allocated())
+    assert found[1] >= kept.nbytes
