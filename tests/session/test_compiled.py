@@ -15,6 +15,7 @@ from torch._higher_order_ops import wrap
 
 import memwall
 from memwall.apply.memory.yielding import Yielding
+from memwall.errors import InfeasibleError
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.recompute import Recompute
 from memwall.store.room import CudaLimit
@@ -153,6 +154,20 @@ def test_a_compiled_model_is_recorded_as_it_runs(
     saved = {save.storage for save in step.saved if step.storages[save.storage].category == "activation"}
     assert {step.storages[index].birth for index in saved} <= set(calls) | {0, 1}, "saved tensors come out of the code"
     assert not [module for module in model.modules() if isinstance(compiled_call_of(module), CompiledCall)]
+
+
+@pytest.mark.parametrize("made", [in_place, wrappers, whole, whole_in_place], indirect=True)
+def test_parameters_of_compiled_code_stay_in_memory(
+    made: tuple[nn.Module, nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Code that reads them while they are away is compiled anew for each, and holds more than it would later."""
+    plain, model = made
+    train(plain, num_steps=1)
+    compiled = num_graphs()
+    with caplog.at_level(logging.INFO), pytest.raises(InfeasibleError, match="compiled code uses parameters without"):
+        train(model, budget="64MiB")
+    assert not any("of the parameters are on disk" in message for message in said(caplog))
+    assert num_graphs() <= 2 * compiled, "the compiler saw memwall's own code"
 
 
 @pytest.mark.parametrize("made", [whole], indirect=True)

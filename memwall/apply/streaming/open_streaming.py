@@ -14,6 +14,7 @@ from memwall.apply.streaming.places import DiskPlace, HostPlace
 from memwall.apply.streaming.stream_units import hooked_parameters
 from memwall.errors import StoreError
 from memwall.machine.process_group import num_processes
+from memwall.torch_internals.compiler import is_compiled
 from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
 from memwall.trace.together import models_of
 from memwall.units import format_bytes
@@ -30,6 +31,8 @@ def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:
         return "parameters move from the memory of a CPU or of one CUDA device only"
     if len(models_of(model)) > 1:
         return "several models are trained together, and parameters leave memory for one alone"
+    if any(map(is_compiled, model.modules())):
+        return "compiled code uses parameters without the modules that they belong to"
     optimizers = optimizers_of(given)
     if len(optimizers) > 1:
         return f"several optimizers step the model ({joint_name(optimizers)}), whose state stays in memory"
