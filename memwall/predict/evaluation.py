@@ -13,10 +13,11 @@ from memwall.trace.recurrent import LAYER
 # Of what oneDNN's recurrent layer keeps for backward, an inference has states, but no gates. It allocates up to about
 # twice this, and writes to half of it.
 _RECURRENT_SHARE = 3 / 16
+_LOW = ("bfloat16", "float16")
 
 
 def evaluation_bytes(trace: Trace, step: Step, *, batch: int, keeps_gradients: bool = False) -> int:
-    """Returns the most that the process holds in an evaluation.
+    """Returns the most that the process holds in an evaluation, under autocast or without it if the step ran under it.
 
     A tensor lives until all but autograd let go of it, which the recording saw. What grows with the batch grows in
     proportion; all else stands as it does between training steps, as do samples of which the script holds all at once.
@@ -33,10 +34,13 @@ def evaluation_bytes(trace: Trace, step: Step, *, batch: int, keeps_gradients: b
         fixed = (s if s.category != "input" else msgspec.structs.replace(s, batched=False) for s in step.storages)
         step = msgspec.structs.replace(step, storages=tuple(fixed))
     standing = _optimizer_end(step) if keeps_gradients else len(step.ops)
-    storages = tuple(_evaluated(storage, scale, end, standing) for storage in step.storages)
-    forward = msgspec.structs.replace(step, ops=step.ops[:end], storages=storages)
+    most_bytes = 0
+    for kind in {step.storages, _without_autocast(step.storages)}:
+        storages = tuple(_evaluated(storage, scale, end, standing) for storage in kind)
+        forward = msgspec.structs.replace(step, ops=step.ops[:end], storages=storages)
+        most_bytes = max(most_bytes, live_peak_bytes(forward, trace.device))
     # The workspace is what the process has beside tensors, Python's objects say: it does not grow with the batch.
-    return trace.base_bytes + trace.workspace_bytes + live_peak_bytes(forward, trace.device)
+    return trace.base_bytes + trace.workspace_bytes + most_bytes
 
 
 def _are_parts(storages: Sequence[Storage], trace: Trace) -> bool:
@@ -44,6 +48,23 @@ def _are_parts(storages: Sequence[Storage], trace: Trace) -> bool:
     batch_bytes = math.prod(trace.input_shape) * getattr(torch, trace.input_dtype, torch.uint8).itemsize
     inputs = [storage.nbytes for storage in storages if storage.category == "input"]
     return max(inputs, default=0) > batch_bytes and batch_bytes not in inputs
+
+
+def _without_autocast(storages: tuple[Storage, ...]) -> tuple[Storage, ...]:
+    """Returns storages as an evaluation has them that is not under autocast, as few loops' averages of weights are.
+
+    Where parameters are of low precision themselves, results are so without it.
+    """
+    if any(one.category == "parameter" and one.dtype in _LOW for one in storages):
+        return storages
+    passing = [one.dtype in _LOW and one.birth >= 0 for one in storages]
+    if not any(passing):
+        return storages
+    # Those that do not grow with the batch are copies of weights.
+    return tuple(
+        msgspec.structs.replace(one, nbytes=2 * one.nbytes if one.batched else 0) if is_low else one
+        for one, is_low in zip(storages, passing, strict=True)
+    )
 
 
 def _without_gates(step: Step, names: Sequence[str]) -> Step:

@@ -1,6 +1,7 @@
 """An evaluation in larger batches is foreseen from a recorded training step."""
 
 import msgspec
+import pytest
 import torch
 from torch import nn
 
@@ -26,6 +27,25 @@ def test_it_is_the_forward_of_a_larger_batch_without_what_backward_needs() -> No
     expected = 100 * MIB + 4 * MIB + weights + batch + 2 * batch
     assert abs(evaluation_bytes(trace, trace.steps[0], batch=1024) - expected) <= batch
     assert evaluation_bytes(trace, trace.steps[0], batch=256) < evaluation_bytes(trace, trace.steps[0], batch=1024)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_evaluation_may_be_without_the_autocast_of_the_steps(dtype: torch.dtype) -> None:
+    """GIVEN steps under autocast WHEN an average of the weights is evaluated THEN results may be twice as long."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch).sum()
+
+    workload = memwall.Workload(
+        model=lambda: nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3))).to(dtype),
+        batch=lambda: torch.zeros(4096, 1024, dtype=dtype),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    trace = msgspec.structs.replace(memwall.record(workload, num_steps=1), base_bytes=0, workspace_bytes=0)
+    weights, batch, results = 3 * dtype.itemsize * MIB, 4 * dtype.itemsize * MIB, 2 * 4 * dtype.itemsize * MIB
+    assert abs(evaluation_bytes(trace, trace.steps[0], batch=4096) - weights - batch - results) <= 2 * MIB
 
 
 def test_gradients_stand_that_the_next_step_lets_go_of() -> None:
