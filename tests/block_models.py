@@ -76,7 +76,7 @@ def _layer(action: Recompute | Offload, engine: OffloadEngine | None) -> BlockLa
     if isinstance(action, Recompute):
         return RecomputeLayer(action)
     assert engine is not None
-    return OffloadLayer(engine, action.form, reads_ahead=action.reads_ahead)
+    return OffloadLayer(engine, action.form)
 
 
 PLACED = OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=1 << 20, min_bytes=1024)

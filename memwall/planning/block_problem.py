@@ -79,8 +79,6 @@ def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Cos
             moved = model.moved(call, saved, treatment).values()
             link_bytes += sum(part.link_bytes for part in moved)
             num_packed += sum(part.num_packed for part in moved)
-    waited_bytes = 0 if treatment.reads_ahead else link_bytes
-    seconds += waited_bytes * costs.read_seconds_per_byte * costs.num_passes
     moving_seconds = link_bytes * costs.copy_seconds_per_byte + num_packed * (costs.pack_seconds_per_element or 0.0)
     return seconds + moving_seconds * costs.num_passes, link_bytes
 

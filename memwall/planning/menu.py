@@ -16,8 +16,6 @@ class Costs(Struct, frozen=True, kw_only=True):
 
     copy_seconds_per_byte: float
     """Out and back together: a copy into staging, or what transfers beside it cost, and page faults of what returns."""
-    read_seconds_per_byte: float = 0.0
-    """What backward waits for a byte that is not read ahead."""
     min_bytes: int
     """Tensors below this are not moved."""
     can_offload: bool

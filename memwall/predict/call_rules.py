@@ -23,9 +23,6 @@ class Treatment(Struct, frozen=True, kw_only=True):
     """Saved tensors (with recompute: the block's inputs) move to the next tier."""
     is_packed: bool = False
     """Whether, with offload and without recompute, floating-point numbers leave in a byte each."""
-    reads_ahead: bool = True
-    """Whether, with offload, all that left in a call comes back as the block after it begins its backward; else each
-    tensor comes when it is asked for."""
     min_bytes: int = 1 << 20
     """Tensors below this stay where they are."""
     window_bytes: int = 0

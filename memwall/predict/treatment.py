@@ -212,8 +212,7 @@ class StepModel(CallRules):
         at = self._prefetch_at[call.start]
         for index, moved in self._moved_of(self.blocks[b].saved[c], treatment).items():
             asked, until = spans[index]
-            prefetch = at if treatment.reads_ahead else (asked, 0)
-            need = _Reload(call.start, moved, (packed_at[index], 0), prefetch, (asked, 0), (until, 0))
+            need = _Reload(call.start, moved, (packed_at[index], 0), at, (asked, 0), (until, 0))
             changes.reloads.setdefault(index, []).append(need)
             # A device's packed bytes are in its window, and its kernels take no more.
             if not treatment.window_bytes:

@@ -110,23 +110,6 @@ def test_groups_are_prefetched_before_they_are_needed(pool: Pool) -> None:
         assert all(weight.grad is not None for weight in weights)
 
 
-def test_a_group_that_is_not_read_ahead_comes_tensor_by_tensor(pool: Pool) -> None:
-    with offload_for(pool, window_bytes=40 * KIB) as offload:
-        sources = [torch.randn(2048) for _ in range(4)]
-        with offload.group("block", reads_ahead=False):
-            packed = [offload.pack(source) for source in sources]
-        newer = offload.pack(torch.randn(2048))
-        offload.prefetch("block")
-        assert offload.bytes_read == 0
-        offload.unpack(newer)
-        assert offload.bytes_read == 8 * KIB, "what was saved before it was read ahead"
-        for left in reversed(range(4)):
-            assert torch.equal(offload.unpack(packed[left]), sources[left])
-            assert loaded_bytes(offload) == 0
-            packed.pop()
-        assert offload.bytes_read == 5 * 8 * KIB
-
-
 def test_reading_ahead_stays_within_the_window_and_leaves_nothing_to_wait_for(pool: Pool) -> None:
     with offload_for(pool, window_bytes=40 * KIB) as offload:
         sources = [torch.randn(2048) for _ in range(12)]  # 8 KiB each

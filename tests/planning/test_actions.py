@@ -86,13 +86,6 @@ def test_a_kind_survives_the_plan_file(kind: str) -> None:
     assert msgspec.json.decode(msgspec.json.encode(action), type=type(action)) == action
 
 
-def test_what_comes_back_one_by_one_says_so() -> None:
-    late = Offload(block="h.3", scope="saved", tier="disk", min_bytes=1, window_bytes=2, reads_ahead=False)
-    assert msgspec.json.decode(msgspec.json.encode(late), type=Offload) == late
-    (row,) = action_grid((late,)).rows
-    assert (row[0], row[-1]) == ("offload saved tensors to disk, back one by one", "bit-exact")
-
-
 def test_what_leaves_with_fewer_digits_says_so() -> None:
     assert msgspec.json.decode(msgspec.json.encode(PACKED), type=Offload) == PACKED
     (row,) = action_grid((PACKED,)).rows

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memwall.planning.block_problem import build_instance, build_menus
+from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
 from memwall.planning.menu import Costs
-from memwall.planning.solver.instance import Link
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import step_seconds
 from memwall.predict.treatment import StepModel
@@ -80,46 +79,6 @@ def menu_names(
     menus = build_menus(trace, StepModel(step, trace.names, blocks), costs)
     assert len(menus) == 3
     return [{option.name for option in menu.options} for menu in menus]
-
-
-@pytest.mark.parametrize("is_large", [False, True])
-def test_what_a_block_saves_may_come_back_one_by_one_where_it_is_more_than_the_window(is_large: bool) -> None:
-    """A model that is one sequence of layers is one block: back all at once, what it saved would set the peak."""
-    torch.manual_seed(0)
-    layers = (layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh()))
-    trace = record(
-        Workload(
-            model=nn.Sequential(nn.Sequential(*layers)),
-            batch=torch.randn(1024, 64),
-            loss=lambda model, batch: model(batch).square().mean(),
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        ),
-        num_steps=1,
-    )
-    step = trace.steps[0]
-    model = StepModel(step, trace.names, find_blocks(trace, step))
-    costs = Costs(
-        copy_seconds_per_byte=0.0,
-        read_seconds_per_byte=1e-9,
-        min_bytes=1024,
-        can_offload=True,
-        window_bytes=1 << 18 if is_large else 1 << 30,
-    )
-    menus = build_menus(trace, model, costs)
-    options = {option.name: option for option in menus[0].options}
-    assert len(menus) == 1
-    assert ("offload late" in options) == is_large
-    if not is_large:
-        return
-    late, ahead = options["offload late"], options["offload"]
-    assert late.moved_bytes == ahead.moved_bytes
-    assert late.extra_seconds - ahead.extra_seconds == pytest.approx(late.moved_bytes * 1e-9)
-    link = Link(write_bytes_per_second=1e9, read_bytes_per_second=1e9, window_bytes=0, capacity_bytes=1 << 40)
-    instance = build_instance(model, menus, budget_bytes=0, device="cpu", link=link)
-    peaks = {
-        name: max(row.fixed_bytes + row.held[0][number] for row in instance.rows) for number, name in enumerate(options)
-    }
-    assert peaks["offload late"] < 0.7 * min(peaks["full"], peaks["offload"])
 
 
 @pytest.mark.parametrize(

@@ -155,13 +155,7 @@ def recorded(run: Run, parking: ActivationOffload | None) -> Recorded:
     )
     step = msgspec.structs.replace(step, ops=ops)
     model = StepModel(step, trace.names, find_blocks(trace, step))
-    costs = Costs(
-        copy_seconds_per_byte=1e-10,
-        min_bytes=MIN_BYTES,
-        can_offload=True,
-        pack_seconds_per_element=1e-10,
-        window_bytes=2 * BLOCK_BYTES,
-    )
+    costs = Costs(copy_seconds_per_byte=1e-10, min_bytes=MIN_BYTES, can_offload=True, pack_seconds_per_element=1e-10)
     menus = build_menus(trace, model, costs)
     link = Link(write_bytes_per_second=1e9, read_bytes_per_second=1e9, window_bytes=0, capacity_bytes=1 << 40)
     return Recorded(trace, step, model, menus, build_instance(model, menus, budget_bytes=0, device="cpu", link=link))
@@ -191,14 +185,13 @@ def choices(recorded: Recorded, *, points: str = "all") -> dict[str, tuple[int, 
     plain_bytes = max(row.fixed_bytes for row in recorded.instance.rows)
     least_bytes = smallest_feasible_bytes(recorded.instance)
     # A tensor that two nodes of a block ask for far apart stays in between in the model, in the executor where its
-    # window has room; so narrow a window has none, and packed, or back one by one beside another block, it shows.
+    # window has room; so narrow a window has none, and packed it shows.
     found = {name: options for name, options in found.items() if not (recorded.has_batch_norm and "int8" in name)}
     for percent in (50,) if points == "ends" else (70, 50, 30):
         budget_bytes = least_bytes + (plain_bytes - least_bytes) * percent // 100
         choice = solve(msgspec.structs.replace(recorded.instance, budget_bytes=budget_bytes))
         assert choice is not None
-        is_late = any(own[option] == "offload late" for own, option in zip(names, choice.options, strict=True))
-        if choice.options not in found.values() and not (recorded.has_batch_norm and is_late):
+        if choice.options not in found.values():
             found[f"solved at {percent} %"] = choice.options
     return found
 
@@ -218,7 +211,6 @@ def as_actions(treatments: Treatments) -> list[Action]:
                     min_bytes=MIN_BYTES,
                     window_bytes=2 * BLOCK_BYTES,
                     form="int8" if treatment.is_packed else "exact",
-                    reads_ahead=treatment.reads_ahead,
                     exactness="changes-numerics" if treatment.is_packed else "bit-exact",
                 )
             )
@@ -259,7 +251,7 @@ def test_the_predicted_peak_of_every_treatment_is_the_measured_one(name: str, po
             parked.predicted_bytes(treatments) / measured,
             unparked.predicted_bytes(treatments) / measured,
         )
-    assert {"keep", "full", "select-1", "offload", "offload late", "full+offload"} <= ratios.keys()
+    assert {"keep", "full", "select-1", "offload", "full+offload"} <= ratios.keys()
     assert ("offload as int8" in ratios) == (not parked.has_batch_norm)
     wrong = {label: pair for label, pair in ratios.items() if not all(LEAST <= ratio <= MOST for ratio in pair)}
     assert not wrong, f"predicted / measured (recorded parked, recorded plain): {wrong}"

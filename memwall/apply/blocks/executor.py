@@ -26,9 +26,7 @@ _log = logging.getLogger(__name__)
 class OffloadEngine(Protocol):
     """Says what blocks need of an offload engine: saved tensors grouped by block call, read back group by group."""
 
-    def group(
-        self, key: Any, counts: BlockCounts | None = None, form: LeavingForm = "exact", *, reads_ahead: bool = True
-    ) -> Any:
+    def group(self, key: Any, counts: BlockCounts | None = None, form: LeavingForm = "exact") -> Any:
         """Returns a context under which saved tensors belong to `key`, are counted, and leave in a form."""
 
     def hooks(self) -> Any:

@@ -127,23 +127,15 @@ class ActivationOffload(Closing):
         return saved_tensors_hooks(partial(pack, self), partial(unpack, self))
 
     @contextmanager
-    def group(
-        self,
-        key: Hashable,
-        counts: BlockCounts | None = None,
-        form: LeavingForm = "exact",
-        *,
-        reads_ahead: bool = True,
-    ) -> Iterator[None]:
+    def group(self, key: Hashable, counts: BlockCounts | None = None, form: LeavingForm = "exact") -> Iterator[None]:
         """Has what this thread saves inside belong to `key` (say, a block's path and call), for `prefetch`.
 
         Args:
             counts: where it is counted what was saved, and what of it left.
             form: in which floating-point numbers leave.
-            reads_ahead: whether any of it may come back before backward asks for it.
         """
         outer = self._group
-        self._active.group = Group(key, counts, form, reads_ahead)
+        self._active.group = Group(key, counts, form)
         try:
             yield
         finally:
@@ -154,7 +146,7 @@ class ActivationOffload(Closing):
         with self._lock, quiet():
             self._reap()
             for entry in reversed(list(self._groups.get(key, ()))):
-                if entry.load is None and entry.num_unread > 0 and entry.is_read_ahead:
+                if entry.load is None and entry.num_unread > 0:
                     self._begin_load(entry, is_urgent=False)
 
     @property
@@ -290,8 +282,8 @@ class ActivationOffload(Closing):
         place: tuple[Hashable, ...],
         form: LeavingForm,
     ) -> Entry:
-        group = self._group
-        label = described(tensor.dtype, tensor.shape, group.key)
+        group = self._group.key
+        label = described(tensor.dtype, tensor.shape, group)
         tier: StorageTier[Any, Any] = self._tier(tensor.device)
         key = place
         if form != "exact":
@@ -304,13 +296,12 @@ class ActivationOffload(Closing):
             num_bytes=end - start,
             device=tensor.device,
             key=key,
-            group=group.key,
-            is_read_ahead=group.reads_ahead,
+            group=group,
             source=StorageWeakRef(storage),
         )
         self._entries.append(entry)
         self._by_range[key] = entry
-        self._groups.setdefault(group.key, {})[entry] = None
+        self._groups.setdefault(group, {})[entry] = None
         self._moved_bytes += entry.parked.num_bytes
         return entry
 
@@ -353,7 +344,7 @@ class ActivationOffload(Closing):
         older = entry.older
         while older is not None:
             if older.load is None and older.num_unread > 0 and older.device == entry.device:
-                if not older.is_read_ahead or not self._make_room(older.num_bytes, entry):
+                if not self._make_room(older.num_bytes, entry):
                     return
                 self._begin_load(older, is_urgent=False)
             older = older.older

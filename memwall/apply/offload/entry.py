@@ -24,7 +24,6 @@ class Group(NamedTuple):
     key: Hashable = None
     counts: BlockCounts | None = None
     form: LeavingForm = "exact"
-    reads_ahead: bool = True
 
 
 def byte_range(tensor: Tensor, storage_bytes: int, alignment_bytes: int) -> tuple[int, int]:
@@ -58,8 +57,6 @@ class Entry:
     device: torch.device
     key: Hashable
     group: Hashable
-    is_read_ahead: bool
-    """Whether it may come back before backward asks for it."""
     source: StorageWeakRef
     """While this lives, no other storage can take the address in `key`."""
     number: int = -1

@@ -21,8 +21,8 @@ class OffloadLayer(BlockLayer):
     depth = 2
     wraps_next = True
 
-    def __init__(self, engine: OffloadEngine, form: LeavingForm = "exact", *, reads_ahead: bool = True) -> None:
-        self._engine, self._form, self._reads_ahead = engine, form, reads_ahead
+    def __init__(self, engine: OffloadEngine, form: LeavingForm = "exact") -> None:
+        self._engine, self._form = engine, form
         self._is_proving = False
         self._knows_all = False
         """Whether a call was proven in which the block was not recomputed any more: then all that it saves leaves."""
@@ -41,7 +41,7 @@ class OffloadLayer(BlockLayer):
         is_new = bool(call.counts.dropped) and not self._knows_all and self._form == "exact"
         hooks = Proving(self._engine, call).hooks() if self._is_proving or is_new else self._engine.hooks()
         self._knows_all |= is_new
-        with self._engine.group(call.key, call.counts, self._form, reads_ahead=self._reads_ahead), hooks:
+        with self._engine.group(call.key, call.counts, self._form), hooks:
             yield
 
 
@@ -81,7 +81,7 @@ class OffloadHandler(BlockHandler[Offload]):
         if self.action.form != "exact":
             device = next((p.device for p in target.model.parameters()), torch.device("cpu"))
             check_can_pack(device, self.action.block)
-        return OffloadLayer(self._engine_of(target), self.action.form, reads_ahead=self.action.reads_ahead)
+        return OffloadLayer(self._engine_of(target), self.action.form)
 
     def lost(self, target: Target) -> str:
         return target.blocks.wrapped(self.action.block)[1].stays

@@ -241,10 +241,8 @@ class SearchAtLocation:
 
     def _instance(self, batch: _Batch, window_bytes: int) -> tuple[tuple[Menu, ...], Instance]:
         machine = self._trace.machine
-        tier = machine.next_tier if window_bytes else None
         costs = Costs(
             copy_seconds_per_byte=machine.copy_seconds_per_byte,
-            read_seconds_per_byte=0.0 if tier is None else 1 / tier.read_bytes_per_second,
             min_bytes=MIN_MOVED_BYTES,
             can_offload=window_bytes > 0,
             pack_seconds_per_element=machine.pack_seconds_per_element if self._packs else None,
@@ -254,7 +252,7 @@ class SearchAtLocation:
             lost=self._settings.lost,
         )
         menus = build_menus(self._trace, batch.model, costs, batch.rows)
-        link = None
+        tier, link = machine.next_tier if window_bytes else None, None
         if tier is not None:
             # A block's seconds are those of all parts, its bytes those of one, which pass as often as there are parts.
             link = Link(

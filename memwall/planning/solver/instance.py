@@ -12,7 +12,7 @@ class Option(Struct, frozen=True, kw_only=True):
     """Describes one executable way to treat a block's saved tensors."""
 
     name: str
-    """keep, full, select-1.., offload, offload late, either as int8, full+offload: unique within the block."""
+    """keep, full, select-1.., offload, offload as int8, full+offload: unique within the block."""
     extra_seconds: float
     """Cost per step beyond keep: recomputation and copying, without waiting for the link."""
     moved_bytes: int

@@ -34,9 +34,6 @@ class Offload(Action, frozen=True, kw_only=True, tag="offload"):
     window_bytes: int
     """Memory for bytes on their way."""
     form: LeavingForm = "exact"
-    reads_ahead: bool = True
-    """Whether all that left comes back as the block after it begins its backward. Else each tensor comes when it is
-    asked for, and backward waits for it: of a block that saves much, they are not in memory all at once."""
 
     def __post_init__(self) -> None:
         expected = "bit-exact" if self.form == "exact" else "changes-numerics"
@@ -58,9 +55,7 @@ class _Offload(Technique[Offload]):
     way_out_rank = 3
     block_levers = {  # noqa: RUF012
         "offload": "offload saved tensors",
-        "offload late": "offload saved tensors, back one by one",
         "offload as int8": "offload saved tensors as int8, lossy",
-        "offload late as int8": "offload saved tensors as int8, lossy, back one by one",
         "full+offload": "recompute, offload inputs",
     }
 
@@ -93,8 +88,6 @@ class _Offload(Technique[Offload]):
         if not costs.can_offload:
             return
         moving = [("offload", Treatment(offload=True, min_bytes=costs.min_bytes))]
-        if trace.device == "cpu" and _most_moved_bytes(model, block, moving[0][1]) > costs.window_bytes:
-            moving.append(("offload late", moving[0][1].but(reads_ahead=False)))
         if "full" in offered:
             moving.append(("full+offload", Treatment(recompute=True, offload=True, min_bytes=costs.min_bytes)))
         for name, treatment in moving:
@@ -115,7 +108,6 @@ class _Offload(Technique[Offload]):
             window_bytes=menu.window_bytes,
             # At as many bytes int8 loses less of what values of one size are (tests/kernels/test_pack.py).
             form="int8" if treatment.is_packed else "exact",
-            reads_ahead=treatment.reads_ahead,
             exactness="changes-numerics" if treatment.is_packed else "bit-exact",
             saved_bytes=option.moved_bytes if treatment.recompute else menu.freed_bytes[number],
             cost_seconds=0.0 if treatment.recompute else option.extra_seconds,
@@ -124,24 +116,18 @@ class _Offload(Technique[Offload]):
     def treatment(self, action: Offload, other: Treatment) -> Treatment:
         window_bytes = action.window_bytes if action.tier == "host" else 0
         is_packed = action.form != "exact"
-        return other.but(
-            offload=True,
-            is_packed=is_packed,
-            min_bytes=action.min_bytes,
-            window_bytes=window_bytes,
-            reads_ahead=action.reads_ahead,
-        )
+        return other.but(offload=True, is_packed=is_packed, min_bytes=action.min_bytes, window_bytes=window_bytes)
 
     def what(self, action: Offload) -> str:
         thing = "saved tensors" if action.scope == "saved" else "block inputs"
         form = "" if action.form == "exact" else f" as {action.form}, lossy"
-        return f"offload {thing} to {action.tier}{form}{'' if action.reads_ahead else ', back one by one'}"
+        return f"offload {thing} to {action.tier}{form}"
 
     def where(self, actions: Sequence[Offload]) -> str:
         return block_ranges([action.block for action in actions])
 
     def row_key(self, action: Offload) -> tuple[object, ...]:
-        return action.scope, action.tier, action.form, action.reads_ahead, action.exactness
+        return action.scope, action.tier, action.form, action.exactness
 
     def binding(self, trace: Trace, actions: Sequence[Offload]) -> Iterator[str]:
         num_packed = sum(action.form != "exact" for action in actions)
@@ -153,12 +139,6 @@ class _Offload(Technique[Offload]):
 
 
 TECHNIQUE = _Offload()
-
-
-def _most_moved_bytes(model: StepModel, block: BlockCalls, treatment: Treatment) -> int:
-    """Returns the most bytes that leave in a call of a block."""
-    calls = zip(block.calls, block.saved, strict=True)
-    return max(sum(one.nbytes for one in model.moved(call, saved, treatment).values()) for call, saved in calls)
 
 
 def _with_host_memory(trace: Trace, bytes_per_second: float) -> Trace:

@@ -105,7 +105,7 @@ class Listing:
     def __init__(self) -> None:
         self.offered: list[Tensor] = []
 
-    def group(self, *_: Any, **__: Any) -> Any:
+    def group(self, *_: Any) -> Any:
         return nullcontext()
 
     def hooks(self) -> Any:
