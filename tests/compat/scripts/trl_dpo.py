@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
 torch.manual_seed(0)
-words = ["<pad>", "<eos>", "<unk>", *(f"word{number}" for number in range(32_000))]
+words = ["<pad>", "<eos>", "<unk>", *(f"word{number}" for number in range(500))]
 vocabulary = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
 vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 tokenizer = PreTrainedTokenizerFast(
@@ -33,7 +33,7 @@ model = LlamaForCausalLM(
         vocab_size=len(words),
         hidden_size=192,
         intermediate_size=576,
-        num_hidden_layers=16,
+        num_hidden_layers=12,
         num_attention_heads=4,
         max_position_embeddings=256,
         pad_token_id=0,
@@ -47,7 +47,7 @@ trainer = DPOTrainer(
         "out",
         per_device_train_batch_size=10,
         max_length=128,
-        max_steps=2,
+        max_steps=3,
         learning_rate=1e-3,
         gradient_checkpointing=False,
         bf16=False,
