@@ -40,10 +40,10 @@ trainer = GRPOTrainer(
     reward_funcs=reward,
     args=GRPOConfig(
         "out",
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=8,
         num_generations=4,
         max_completion_length=64,
-        max_steps=2,
+        max_steps=4,
         learning_rate=1e-3,
         gradient_checkpointing=False,
         bf16=False,

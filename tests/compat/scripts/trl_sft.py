@@ -19,7 +19,7 @@ tokenizer = PreTrainedTokenizerFast(
 )
 
 chance = random.Random(0)
-texts = [" ".join(chance.choices(words[3:], k=chance.randint(60, 120))) for _ in range(96)]
+texts = [" ".join(chance.choices(words[3:], k=chance.randint(60, 120))) for _ in range(64)]
 data = Dataset.from_dict({"text": texts})
 
 model = LlamaForCausalLM(
@@ -39,10 +39,10 @@ trainer = SFTTrainer(
     model=model,
     args=SFTConfig(
         "out",
-        per_device_train_batch_size=18,
+        per_device_train_batch_size=8,
         gradient_accumulation_steps=2,
         max_length=128,
-        max_steps=2,
+        max_steps=3,
         learning_rate=1e-3,
         gradient_checkpointing=False,
         bf16=False,
