@@ -82,11 +82,12 @@ class _Copies:
         """Returns the new step."""
         step, spans = self._step, self._spans
         ops: list[Op] = []
-        for number, op in enumerate(step.ops):
-            for span in spans.all:
-                if span.at == number:
-                    ops += [self._copied_op(each) for each in step.ops[span.start : span.end]]
-            ops.append(self._kept_op(number, op))
+        begin = 0
+        for span in spans.all:
+            ops += [self._kept_op(number, step.ops[number]) for number in range(begin, span.at)]
+            ops += [self._copied_op(each) for each in step.ops[span.start : span.end]]
+            begin = span.at
+        ops += [self._kept_op(number, step.ops[number]) for number in range(begin, len(step.ops))]
         savings = [self._kept_saving(saving) for saving in step.saved]
         savings += [self._copied_saving(saving) for saving in step.saved if self._is_own(saving)]
         releases: dict[int, int] = {}
@@ -109,7 +110,8 @@ class _Copies:
     def _kept_op(self, number: int, op: Op) -> Op:
         if self._spans.of(number) is not None:
             return msgspec.structs.replace(op, module=self._kept_module(op.module))
-        if not self._late & {*op.inputs, *op.outputs, *op.writes}:
+        late = self._late
+        if late.isdisjoint(op.inputs) and late.isdisjoint(op.outputs) and late.isdisjoint(op.writes):
             return op
         inputs, outputs, writes = (tuple(map(self._later, each)) for each in (op.inputs, op.outputs, op.writes))
         return msgspec.structs.replace(op, inputs=inputs, outputs=outputs, writes=writes)

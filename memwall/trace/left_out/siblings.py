@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from memwall.trace.records import Module, ModuleCall, Step
+from memwall.trace.records import Module, ModuleCall
 
 
 class Stretch(NamedTuple):
@@ -47,12 +47,11 @@ class Siblings:
         groups = [group for group in found.values() if len(group) > 1]
         return sorted(groups, key=lambda group: -depths[group[0]])
 
-    def left_out(self, step: Step, group: Sequence[int], begin: int, end: int) -> list[LeftOut]:
-        """Returns the members of a group that were left out in operations [begin, end).
+    def left_out(self, calls: Sequence[ModuleCall], group: Sequence[int]) -> list[LeftOut]:
+        """Returns the members of a group that were left out where these calls were made.
 
         Each is alike the nearest member that has run most of what is in it, and before it rather than after it.
         """
-        calls = [call for call in step.calls if begin <= call.start < end]
         called = {call.module for call in calls}
         trained = {call.module for call in calls if call.backward_start >= 0}
         ran = {member: self._among(member, called) for member in group}

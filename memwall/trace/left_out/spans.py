@@ -1,6 +1,8 @@
 """Operations of a step that are to run once more, and what becomes of the step's times where they are put in."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from memwall.trace.left_out.siblings import Stretch
@@ -35,18 +37,21 @@ class Spans:
         for span in sorted(_spans(step, runs), key=lambda span: (span.at, -span.start)):
             self.all.append(span._replace(base=span.at + num_before))
             num_before += span.end - span.start
+        self._at = [span.at for span in self.all]
+        self._added = [0, *accumulate(span.end - span.start for span in self.all)]
+        self._of: dict[int, Span] = {op: span for span in self.all[::-1] for op in range(span.start, span.end)}
 
     def of(self, op: int) -> Span | None:
         """Returns the span that an operation is in; None where it is in none."""
-        return next((span for span in self.all if span.start <= op < span.end), None)
+        return self._of.get(op)
 
     def ended(self, time: int) -> int:
         """Returns the new time of what ends before an operation."""
-        return time + sum(span.end - span.start for span in self.all if span.at < time)
+        return time + self._added[bisect_left(self._at, time)]
 
     def begun(self, time: int) -> int:
         """Returns the new time of what begins with an operation, and the new number of the operation itself."""
-        return time + sum(span.end - span.start for span in self.all if span.at <= time)
+        return time + self._added[bisect_right(self._at, time)]
 
     def forward_ended(self, time: int) -> int:
         """Returns the new time at which a call ends, or a phase begins, that may have a copied forward as its last."""

@@ -4,11 +4,12 @@ A step of stochastic depth leaves other blocks out each time, and one of a mixtu
 Which blocks another step runs is not known; that it runs all of them is the most.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from memwall.trace.left_out.copied_run import Lacks, with_copies
 from memwall.trace.left_out.siblings import Siblings
-from memwall.trace.records import Module, Step
+from memwall.trace.records import Module, ModuleCall, Step
 
 _CHOICES = ("aten._local_scalar_dense.default", "aten.nonzero.default")
 """Operations through which Python sees numbers, and may go another way in the next step."""
@@ -50,13 +51,14 @@ def whole_step(
         may_run: tells of a block whether another step may run it.
         lacks: returns what does not exist yet of a block, of those alike; None where it is not trained.
     """
-    siblings = Siblings(modules)
+    siblings, windows = Siblings(modules), _windows(step)
     for group in siblings.groups():
+        if not any(map(may_run, group)):
+            continue
         known: dict[int, Lacks | None] = {}
-        for window in range(1 + sum(name == "accumulation" for name, _ in step.marks)):
+        for window in range(len(windows)):
             while True:
-                begin, end = _window(step, window)
-                found = siblings.left_out(step, group, begin, end)
+                found = siblings.left_out(windows[window], group)
                 for each in found:
                     if each.module not in known:
                         known[each.module] = lacks(each.module, group) if may_run(each.module) else None
@@ -65,11 +67,15 @@ def whole_step(
                 if one is None or lacking is None:
                     break
                 step = with_copies(step, one, size=siblings.sizes[one.module], lacks=lacking)
+                windows = _windows(step)
                 known[one.module] = Lacks()  # by the next forward of the step it has them
     return step
 
 
-def _window(step: Step, number: int) -> tuple[int, int]:
-    """Returns the operations of one forward and backward of several that are accumulated."""
-    begins = [0, *(at for name, at in step.marks if name == "accumulation"), len(step.ops) + 1]
-    return begins[number], begins[number + 1]
+def _windows(step: Step) -> list[list[ModuleCall]]:
+    """Returns the calls of each forward and backward of those that are accumulated."""
+    begins = [at for name, at in step.marks if name == "accumulation"]
+    windows: list[list[ModuleCall]] = [[] for _ in range(len(begins) + 1)]
+    for call in step.calls:
+        windows[bisect_right(begins, call.start)].append(call)
+    return windows
