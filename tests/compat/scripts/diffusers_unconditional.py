@@ -11,7 +11,7 @@ from diffusers.training_utils import EMAModel
 from torch.utils.data import DataLoader
 
 torch.manual_seed(0)
-BATCH, STEPS = 8, 3
+BATCH, STEPS = 24, 3
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1)
 model = UNet2DModel(
     sample_size=32,
