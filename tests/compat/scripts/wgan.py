@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(0)
-WIDTH, BATCH, ROUNDS = 512, 2048, 5
+WIDTH, BATCH, ROUNDS = 128, 24576, 3
 
 
 def network(inputs, outputs):
