@@ -4,6 +4,7 @@ A step of stochastic depth leaves other blocks out each time, and one of a mixtu
 Which blocks another step runs is not known; that it runs all of them is the most.
 """
 
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,10 @@ from memwall.trace.left_out.copied_run import Lacks, with_copies
 from memwall.trace.left_out.siblings import Siblings
 from memwall.trace.records import Module, ModuleCall, Step
 
+_log = logging.getLogger(__name__)
+
+_MOST_COPIED_OPS = 1_000_000
+"""Operations in all the steps that copies are put into, one after the other: some five seconds."""
 _CHOICES = ("aten._local_scalar_dense.default", "aten.nonzero.default")
 """Operations through which Python sees numbers, and may go another way in the next step."""
 
@@ -52,6 +57,7 @@ def whole_step(
         lacks: returns what does not exist yet of a block, of those alike; None where it is not trained.
     """
     siblings, windows = Siblings(modules), _windows(step)
+    num_copied_ops = 0
     for group in siblings.groups():
         if not any(map(may_run, group)):
             continue
@@ -66,6 +72,14 @@ def whole_step(
                 lacking = None if one is None else known[one.module]
                 if one is None or lacking is None:
                     break
+                num_copied_ops += len(step.ops)
+                if num_copied_ops > _MOST_COPIED_OPS:
+                    _log.warning(
+                        "the first step left out more blocks than are planned for, among them %s: a step that runs "
+                        "most of them may need more than is foreseen",
+                        modules[one.module].path,
+                    )
+                    return step
                 step = with_copies(step, one, size=siblings.sizes[one.module], lacks=lacking)
                 windows = _windows(step)
                 known[one.module] = Lacks()  # by the next forward of the step it has them

@@ -14,6 +14,7 @@ from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.treatment import StepModel
 from memwall.trace.file import load_trace, save_trace
+from memwall.trace.left_out import whole_step as whole_step_module
 from memwall.trace.left_out.copied_run import Lacks
 from memwall.trace.left_out.whole_step import Choices, whole_step
 from memwall.trace.records import Step, Trace
@@ -119,6 +120,16 @@ def test_each_forward_of_an_accumulated_step_runs_every_block() -> None:
     whole = made_whole(trace)
     assert saved_bytes(trace, whole) == saved_bytes(real, real.steps[0])
     assert live_peak_bytes(whole, "cpu") == pytest.approx(live_peak_bytes(real.steps[0], "cpu"), rel=0.01)
+
+
+def test_copies_that_would_take_too_long_are_left_out_in_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace = recorded(frozenset({0, 2}))
+    monkeypatch.setattr(whole_step_module, "_MOST_COPIED_OPS", 3 * len(trace.steps[0].ops))
+    made_whole(trace)
+    (said,) = caplog.messages
+    assert said.startswith("the first step left out more blocks than are planned for, among them blocks.")
 
 
 def test_a_trace_of_it_is_valid(tmp_path: Path) -> None:
