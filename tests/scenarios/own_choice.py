@@ -31,6 +31,8 @@ BASE_BYTES = 4 << 30
 """Bytes that the process is said to hold beside tensors: more than it does, so that no step is above its forecast."""
 BYTES_PER_SECOND, FLOPS_PER_SECOND, DISK_BYTES_PER_SECOND = 10e9, 50e9, 2e9
 
+_WINDOW_BYTES = 4 << 20
+"""The least window of an offload: two blocks of the store, which do not shrink with a step."""
 # Fields of actions that count bytes of tensors, and how much larger these are.
 _BYTES: dict[type[Action], tuple[int, tuple[str, ...]]] = {
     Offload: (VALUES, ("min_bytes", "window_bytes")),
@@ -99,4 +101,7 @@ def _grown_step(step: Step) -> Step:
 
 def _shrunk(action: Action) -> Action:
     scale, names = _BYTES.get(type(action), (1, ()))
-    return replace(action, **{name: getattr(action, name) // scale for name in names}) if names else action
+    changes = {name: getattr(action, name) // scale for name in names}
+    if isinstance(action, Offload):
+        changes["window_bytes"] = max(changes["window_bytes"], _WINDOW_BYTES)
+    return replace(action, **changes) if names else action
