@@ -21,11 +21,11 @@ class LeftOutBlocks:
         self._has_looked = False
 
     def optimizer_begins(self, model: nn.Module) -> None:
-        """Notes which parameters have no gradient; what a loop drops later was there all the same."""
-        if not self._has_looked:
-            self._has_looked = True
-            with without_subclass_functions():  # to look at parameters on disk does not bring them in
-                self._without_gradient = {id(one) for one in model.parameters() if one.grad is None}
+        """Notes which parameters had no gradient as any optimizer began; what a loop drops was there all the same."""
+        with without_subclass_functions():  # to look at parameters on disk does not bring them in
+            without = {id(one) for one in model.parameters() if one.grad is None}
+        self._without_gradient = self._without_gradient & without if self._has_looked else without
+        self._has_looked = True
 
     def lacks(
         self, table: ModuleTable, optimizers: Sequence[torch.optim.Optimizer]
@@ -63,7 +63,7 @@ class LeftOutBlocks:
         choices = Choices(step, trace.names, trace.modules, draws_in_python=draws_in_python)
         with without_subclass_functions():
             lacks = self.lacks(table, optimizers)
-            whole = whole_step(step, trace.modules, may_run=choices.may_run, lacks=lacks)
+            whole = whole_step(step, trace.modules, may_run=choices.may_run, is_routed=choices.is_routed, lacks=lacks)
         return trace if whole is step else msgspec.structs.replace(trace, steps=(whole, *trace.steps[1:]))
 
 

@@ -5,7 +5,6 @@ So a chain of blocks gets one more. Blocks that lie beside each other need no mo
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -30,7 +29,7 @@ def with_copies(step: Step, left_out: LeftOut, *, size: int, lacks: Lacks) -> St
         size: modules in the block, itself included.
         lacks: what comes into being for that.
     """
-    return _with_state(_Copies(step, left_out, size, lacks).step(), lacks.state)
+    return with_more(_Copies(step, left_out, size, lacks).step(), Lacks(state=lacks.state))
 
 
 class _Copies:
@@ -253,13 +252,15 @@ class _Copies:
         return self._is_alike(saving.module) and self._run_of(saving.packed) >= 0
 
 
-def _with_state(step: Step, sizes: Sequence[int]) -> Step:
+def with_more(step: Step, lacks: Lacks) -> Step:
+    """Returns the step with what a block lacks, each tensor made where the first one of its size is."""
     storages, ops = list(step.storages), list(step.ops)
-    like = {each.nbytes: each for each in reversed(step.storages) if each.category == "optimizer_state"}
-    for nbytes in sizes:
-        if nbytes in like:
-            birth = like[nbytes].birth
-            if birth >= 0:
-                ops[birth] = msgspec.structs.replace(ops[birth], outputs=(*ops[birth].outputs, len(storages)))
-            storages.append(like[nbytes])
+    for category, sizes in (("gradient", lacks.gradients), ("optimizer_state", lacks.state)):
+        like = {each.nbytes: each for each in reversed(step.storages) if each.category == category and each.nbytes}
+        for nbytes in sizes:
+            if nbytes in like:
+                birth = like[nbytes].birth
+                if birth >= 0:
+                    ops[birth] = msgspec.structs.replace(ops[birth], outputs=(*ops[birth].outputs, len(storages)))
+                storages.append(like[nbytes])
     return msgspec.structs.replace(step, ops=tuple(ops), storages=tuple(storages))

@@ -84,7 +84,7 @@ def made_whole(trace: Trace, *, draws_in_python: bool = False) -> Step:
     gradients = tuple(4 * size for size in (WIDTH, WIDTH, 4 * WIDTH * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH, WIDTH))
     lacks = Lacks(gradients, tuple(each for size in gradients for each in (4, size, size)))
     choices = Choices(step, trace.names, trace.modules, draws_in_python=draws_in_python)
-    return whole_step(step, trace.modules, may_run=choices.may_run, lacks=lambda *_: lacks)
+    return whole_step(step, trace.modules, may_run=choices.may_run, is_routed=choices.is_routed, lacks=lambda *_: lacks)
 
 
 def saved_bytes(trace: Trace, step: Step) -> list[tuple[str, int, int]]:
@@ -187,3 +187,38 @@ def test_of_a_block_that_left_out_some_of_it_only_that_is_added() -> None:
     )
     assert sum(got) == pytest.approx(sum(expected), rel=0.15)
     assert live_peak_bytes(whole, "cpu") == pytest.approx(live_peak_bytes(real.steps[0], "cpu"), rel=0.15)
+
+
+class Experts(nn.Module):
+    """Hands out rows to experts, all of them to the first ones."""
+
+    def __init__(self, num_used: int) -> None:
+        super().__init__()
+        self.stem, self.num_used = nn.Linear(8, WIDTH), num_used
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).flatten(0, 1)
+        chosen, out = torch.arange(len(x)) % self.num_used, torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]).tanh())
+        return out
+
+
+def test_experts_without_a_token_have_gradients_and_state_and_no_rows_of_others() -> None:
+    """GIVEN rows that are handed out THEN a step that uses all experts saves as much as one that uses two."""
+    trace, real = (recorded(EVERY, make=lambda n=n: Experts(n)) for n in (2, 8))  # type: ignore[misc]
+    step = trace.steps[0]
+    sizes = (4 * WIDTH * WIDTH, 4 * WIDTH)
+    lacks = Lacks(sizes, tuple(each for size in sizes for each in (4, size, size)))
+    choices = Choices(step, trace.names, trace.modules, draws_in_python=False)
+    whole = whole_step(
+        step, trace.modules, may_run=choices.may_run, is_routed=choices.is_routed, lacks=lambda *_: lacks
+    )
+    for category in ("gradient", "optimizer_state"):
+        held = [sum(s.nbytes for s in each.storages if s.category == category) for each in (whole, real.steps[0])]
+        assert held[0] == held[1]
+    assert live_peak_bytes(whole, "cpu") == pytest.approx(live_peak_bytes(real.steps[0], "cpu"), rel=0.03)
+    assert len(whole.ops) == len(step.ops)
