@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from memwall.errors import UsageError
 
@@ -21,6 +22,7 @@ _DEFAULTS = {
     "buffer_count": 5,
     "buffer_size": 100_000_000,
 }
+_STATE_BUFFERS = 4
 _COMMUNICATION_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -56,7 +58,7 @@ def buffers_in(path: Path) -> tuple[DeepSpeedBuffer, ...]:
 
 def _buffers(path: Path, config: dict[str, Any], zero: dict[str, Any]) -> list[DeepSpeedBuffer]:
     stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise UsageError(f"{path}: zero_optimization.stage is {stage!r}; expected 0, 1, 2 or 3")
     if stage == 0:
         return []
@@ -64,39 +66,46 @@ def _buffers(path: Path, config: dict[str, Any], zero: dict[str, Any]) -> list[D
     sent_bytes = _COMMUNICATION_BYTES.get(str(config.get("communication_data_type")), compute_bytes)
     overlaps = zero.get("overlap_comm")
     has_second = overlaps is True and stage < 3
-    found = [
-        _buffer(
-            path,
-            zero,
-            "reduce_bucket_size",
-            sent_bytes * (2 if has_second else 1),
-            when="for the whole run" if stage == 3 else "in each backward",
-            also=", two of them for overlap_comm" if has_second else "",
+    found = []
+    if zero.get("contiguous_gradients", True):
+        found.append(
+            _buffer(
+                path,
+                zero,
+                "reduce_bucket_size",
+                sent_bytes * (2 if has_second else 1),
+                when="for the whole run" if stage == 3 else "in each backward",
+                also=", two of them for overlap_comm" if has_second else "",
+            )
         )
-    ]
     if stage < 3:
         found.append(_buffer(path, zero, "allgather_bucket_size", compute_bytes, when="after each step, at most"))
         return found
     found.append(_buffer(path, zero, "stage3_prefetch_bucket_size", compute_bytes, when="fetched ahead, at most"))
     live = "gathered at once, at most but for the module that runs"
     found.append(_buffer(path, zero, "stage3_max_live_parameters", compute_bytes, when=live))
-    parameters = zero.get("offload_param")
+    parameters, state = zero.get("offload_param"), zero.get("offload_optimizer")
     if isinstance(parameters, dict) and parameters.get("device") == "nvme":
-        count = _number(path, parameters, "buffer_count")
-        if count is not None:
-            found.append(
-                _buffer(
-                    path,
-                    parameters,
-                    "buffer_size",
-                    compute_bytes * count,
-                    where="host",
-                    when="for the whole run, locked in memory",
-                    also=f", buffer_count {count}",
-                    section="offload_param.",
-                )
+        found.append(_parameter_buffers(path, parameters, compute_bytes))
+    if isinstance(state, dict) and state.get("device") == "nvme":
+        found.append(
+            DeepSpeedBuffer(
+                key="zero_optimization.offload_optimizer.buffer_count",
+                value=f"{state.get('buffer_count', _STATE_BUFFERS)} of the largest sub_group_size that is stepped",
+                nbytes=None,
+                where="host",
+                when="for the whole run, locked in memory",
             )
+        )
     return found
+
+
+def _parameter_buffers(path: Path, section: dict[str, Any], element_bytes: int) -> DeepSpeedBuffer:
+    count = _number(path, section, "buffer_count")
+    when, said = "for the whole run, locked in memory", f", buffer_count {'auto' if count is None else count}"
+    one = _buffer(path, section, "buffer_size", element_bytes * (count or 0), when=when, where="host", also=said)
+    one = replace(one, key=one.key.replace("buffer_size", "offload_param.buffer_size"))
+    return one if count is not None else replace(one, nbytes=None)
 
 
 def _buffer(
@@ -108,13 +117,12 @@ def _buffer(
     when: str,
     where: str = "device",
     also: str = "",
-    section: str = "",
 ) -> DeepSpeedBuffer:
     elements = _number(path, section_values, key)
     said = f"{elements:,} elements" if elements is not None else "auto"
     default = "" if key in section_values else ", DeepSpeed's default"
     return DeepSpeedBuffer(
-        key=f"zero_optimization.{section}{key}",
+        key=f"zero_optimization.{key}",
         value=f"{said}{default}{also}",
         nbytes=None if elements is None else elements * element_bytes,
         where=where,

@@ -31,6 +31,8 @@ def test_defaults_cost_gigabytes_whatever_the_model(bytes_of: Any) -> None:
     overlapped = bytes_of({"zero_optimization": {"stage": 2, "overlap_comm": True}})
     assert overlapped == {"reduce_bucket_size": 4_000_000_000, "allgather_bucket_size": 2_000_000_000}
     assert bytes_of({"zero_optimization": {"stage": 0}}) == {}
+    apart = bytes_of({"zero_optimization": {"stage": 1, "overlap_comm": True, "contiguous_gradients": False}})
+    assert apart == {"allgather_bucket_size": 2_000_000_000}
 
 
 def test_numbers_may_be_floats_and_auto_is_nobodys_number(bytes_of: Any) -> None:
@@ -40,6 +42,9 @@ def test_numbers_may_be_floats_and_auto_is_nobodys_number(bytes_of: Any) -> None
     assert found["reduce_bucket_size"] == 4_000_000
     assert found["stage3_prefetch_bucket_size"] is None
     assert found["offload_param.buffer_size"] == 6 * 1_000_000 * 2
+    swapped = {"offload_param": nvme | {"buffer_count": "auto"}, "offload_optimizer": {"device": "nvme"}}
+    found = bytes_of({"zero_optimization": zero | swapped})
+    assert found["offload_param.buffer_size"] is found["offload_optimizer.buffer_count"] is None
 
 
 @pytest.mark.parametrize(
@@ -48,6 +53,7 @@ def test_numbers_may_be_floats_and_auto_is_nobodys_number(bytes_of: Any) -> None
         ("[", "expected a DeepSpeed configuration in JSON"),
         ("{}", "has no section zero_optimization"),
         ('{"zero_optimization": {"stage": 4}}', "stage is 4; expected 0, 1, 2 or 3"),
+        ('{"zero_optimization": {"stage": true}}', "stage is True; expected 0, 1, 2 or 3"),
         ('{"zero_optimization": {"stage": 1, "reduce_bucket_size": "5e8"}}', "is '5e8'; expected a number of elements"),
         ('{"zero_optimization": {"stage": 1, "reduce_bucket_size": -1}}', "is -1; expected a number of elements"),
     ],
