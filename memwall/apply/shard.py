@@ -66,8 +66,8 @@ def _replicated(model: nn.Module, chosen: Ddp) -> nn.Module:
             divided.register_comm_hook(None, bf16_compress_hook)
         except TypeError as error:
             raise UsageError(
-                f"the plan has gradients averaged in bfloat16, which torch does by NCCL alone: {error}; make one "
-                f"without --allow {chosen.allow}"
+                f"the plan has gradients averaged in bfloat16, which this torch does not do: {error}; make one without "
+                f"--allow {chosen.allow}"
             ) from error
     return divided
 

@@ -189,6 +189,12 @@ def _check(plan: Plan, accelerator: Any, rest: Iterable[Any]) -> None:
             f"the plan needs Accelerator({arguments_text(expected)}), found {arguments_text(found)}; "
             "Accelerator(**plan.accelerate_kwargs()) sets them"
         )
+    each = plan.accelerate_kwargs().get("gradient_accumulation_plugin")
+    if each is not None and not accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
+        raise IntegrationError(
+            "the plan has FSDP2 reduce the gradients of each micro-batch, which by default wait, whole, for the last "
+            "one; Accelerator(**plan.accelerate_kwargs()) has a GradientAccumulationPlugin with sync_each_batch=True"
+        )
     sizes = sorted({loader.batch_size for loader in rest if isinstance(loader, DataLoader) and loader.batch_size})
     split = [parts for action in plan.actions if (parts := technique_of(action).batch_parts(action)) is not None]
     for micro_batch, num_micro_batches in split:

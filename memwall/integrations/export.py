@@ -101,7 +101,8 @@ def _accelerate(plan: Plan, output: Path, world_size: int, disk: str | None) -> 
     }
     kwargs = plan.accelerate_kwargs()
     precision = kwargs.get("mixed_precision", "no")
-    accumulation = kwargs.get("gradient_accumulation_steps", 1)
+    plugin = kwargs.get("gradient_accumulation_plugin")
+    accumulation = kwargs.get("gradient_accumulation_steps", 1) if plugin is None else plugin.num_steps
     said = []
     if accumulation > 1 or (precision != "no" and world_size > 1):
         said.append(

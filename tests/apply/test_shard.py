@@ -1,12 +1,16 @@
 """`memwall.shard` and what frontends are told: a model divided by the plan, or why not."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from plans import a_plan
 from sharded_runs import Model, network_for, ranked_plan
 from trainer_runs import with_actions
 
 from memwall.apply.shard import shard
-from memwall.errors import UsageError
+from memwall.errors import IntegrationError, UsageError
+from memwall.integrations.accelerate import _check
 from memwall.planning.ranks.frontends import accelerate_sharding, trainer_sharding
 from memwall.planning.techniques.accumulate import Accumulate
 from memwall.predict.sharding.ddp import Ddp
@@ -53,8 +57,9 @@ def test_nothing_of_a_plan_is_dropped_by_frontends_that_have_no_word_for_it() ->
     assert trainer_sharding(ranked_plan(Ddp(), network_for(8)).forecast.ranks) == {}
 
 
-def test_gloo_averages_no_gradients_in_bfloat16(one_rank: None) -> None:
-    with pytest.raises(UsageError, match=r"by NCCL alone: .*; make one without --allow gradient-compression"):
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch for CUDA does it")
+def test_a_torch_without_cuda_averages_no_gradients_in_bfloat16(one_rank: None) -> None:
+    with pytest.raises(UsageError, match=r"torch does not do: .*; make one without --allow gradient-compression"):
         shard(Model(), ranked_plan(Ddp(are_views=True, is_compressed=True), network_for(1)))
 
 
@@ -102,3 +107,11 @@ def test_frontends_reduce_each_micro_batch_under_fsdp2() -> None:
     assert not arguments.accelerator_config.even_batches
     replicated = with_actions(ranked_plan(Ddp(), network_for(8)), (Accumulate(micro_batch=2, num_micro_batches=4),))
     assert replicated.accelerate_kwargs() == {"gradient_accumulation_steps": 4}
+    bare = SimpleNamespace(gradient_accumulation_steps=4, gradient_state=SimpleNamespace(plugin_kwargs={}))
+    with pytest.raises(IntegrationError, match="GradientAccumulationPlugin with sync_each_batch=True"):
+        _check(plan, bare, [])
+    bare.gradient_state.plugin_kwargs = plugin.to_kwargs()
+    _check(plan, bare, [])
+    accumulating = TrainingArguments(output_dir="unused", use_cpu=True, gradient_accumulation_steps=3)
+    arguments = ranked_plan(Fsdp2(), network_for(8)).training_arguments(accumulating)
+    assert arguments.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}

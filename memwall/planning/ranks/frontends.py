@@ -94,7 +94,8 @@ def accelerate_reducing_each(ranks: RanksForecast | None, kwargs: dict[str, Any]
 
 def trainer_reducing_each(ranks: RanksForecast | None, changes: dict[str, Any], args: Any) -> dict[str, Any]:
     """Returns fields of TrainingArguments with which FSDP2 does so, beside what the arguments say to Accelerate."""
-    if "gradient_accumulation_steps" not in changes or not _is_fsdp2(ranks):
+    accumulated = changes.get("gradient_accumulation_steps", args.gradient_accumulation_steps)
+    if accumulated == 1 or not _is_fsdp2(ranks):
         return changes
     said = args.accelerator_config
     own = {} if said is None else dict(said) if isinstance(said, dict) else said.to_dict()

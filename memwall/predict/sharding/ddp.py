@@ -83,7 +83,8 @@ class Ddp(Sharding, frozen=True, kw_only=True, tag="ddp"):
         if self.is_compressed:
             reduced_bytes = _compress(rank, units)
             # Each bucket is read and its copy written, then the copy read and the bucket written.
-            cast_seconds = 2 * (gradient_bytes + reduced_bytes) / network.device_bytes_per_second
+            is_cast = reduced_bytes < gradient_bytes
+            cast_seconds = 2 * is_cast * (gradient_bytes + reduced_bytes) / network.device_bytes_per_second
         each_seconds = network.all_reduce_seconds(reduced_bytes // num_buckets)
         reduce_seconds = num_buckets * each_seconds
         backward_seconds = sum(op.seconds for op in step.ops if op.phase == "backward")
@@ -98,17 +99,19 @@ class Ddp(Sharding, frozen=True, kw_only=True, tag="ddp"):
 def _compress(rank: RankStep, units: tuple[ShardUnit, ...]) -> int:
     """Adds what buckets are sent as, from when each is full, and returns the bytes of all of it.
 
-    How soon a copy is free again depends on the link, so all are held to the end of backward: at most half of float32.
+    Gradients of 16 bits are sent as they are. How soon a copy is free again depends on the link, so all are held to the
+    end of backward: at most half of float32.
     """
     _, end = rank.gradients_made
     bucket_bytes = compressed_bytes = sent_bytes = 0
     full_bytes = _FIRST_BUCKET_BYTES
     for birth, index in sorted((rank.birth(index), index) for unit in units for index in unit.gradients):
         bucket_bytes += rank.nbytes([index])
-        compressed_bytes += _COMPRESSED_BYTES * rank.num_elements([index])
+        sent = _COMPRESSED_BYTES * rank.num_elements([index])
+        sent_bytes += sent
+        compressed_bytes += sent if sent < rank.nbytes([index]) else 0
         if bucket_bytes >= full_bytes or birth == end - 1:
             rank.add(compressed_bytes, birth, end, "temporary", "bfloat16")
-            sent_bytes += compressed_bytes
             bucket_bytes, compressed_bytes, full_bytes = 0, 0, BUCKET_BYTES
     return sent_bytes
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from msgspec.structs import replace
-from sharded_runs import VOCABULARY, TiedModel, loss_of, network_for, workload
+from sharded_runs import VOCABULARY, Model, TiedModel, loss_of, network_for, workload
 from torch import nn
 
 from memwall.predict.curve import step_seconds
@@ -168,6 +168,14 @@ def test_compressed_buckets_have_copies_of_half_the_bytes_until_backward_ends(tr
     assert {compressed.step.ops[copy.death - 1].phase for copy in copies} == {"backward"}
     assert compressed.communication_seconds == pytest.approx(views.communication_seconds / 2, abs=1e-4)
     assert compressed.exposed_seconds < views.exposed_seconds
+
+
+def test_gradients_of_16_bits_are_not_compressed() -> None:
+    half = record(dataclasses.replace(workload(), model=lambda: Model().bfloat16()))
+    views, compressed = (
+        cost_of(Ddp(are_views=True, is_compressed=is_compressed), half, 4) for is_compressed in (False, True)
+    )
+    assert compressed == views
 
 
 def test_the_optimizer_of_zero_redundancy_divides_no_parameter(trace: Trace) -> None:
