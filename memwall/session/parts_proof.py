@@ -58,7 +58,7 @@ class PartsProof:
         """Returns the plan that `_present` is said of, while that is there."""
         self._is_settled = False
         self._proven_at, self._scale = 0, 0.0
-        """Steps under the present plan at its last proof, and how large gradients were at its first."""
+        """Steps under the present plan when it was last to be proven, and how large gradients were at first."""
 
     @property
     def unproven(self) -> str:
@@ -91,43 +91,52 @@ class PartsProof:
         """
         if applied is None or self.knows(applied):
             return
-        micro, size = applied.micro, num_samples(batch)
+        micro, size, at = applied.micro, num_samples(batch), applied.num_steps
         assert micro.micro_batch is not None
         if micro.micro_batch >= size:
             return
         reason = _why_not(applied.model, micro.micro_batch)
         if reason:
             self._note(applied, reason)
-            return
-        counter = count or (lambda some: count_terms(some, is_shifted=micro.shifts_labels))
-        begins = range(0, size - micro.micro_batch + 1, micro.micro_batch)
-        parts = (take(batch, begin, begin + micro.micro_batch, size) for begin in begins)
-        part = next((part for part in parts if all(counter(half) for half in _halves(part))), None)
-        if part is None:
-            self._note(applied, "no part so far has loss terms in both of its halves", is_settled=False)
-            return
-        is_first, at = applied is not self._current() or not self._is_settled, applied.num_steps
-        ratio, doubt, scale = _compare(applied, micro, part, loss_of, counter)
-        if is_first:
-            self._scale = scale
-        elif not doubt and ratio > ROUNDING_RATIO and scale < _LEAST_SCALE * self._scale:
-            doubt = "the gradient of a part has become too small to be told from rounding"
-        if not doubt and ratio > ROUNDING_RATIO:
-            raise NotExactError(
-                action=f"dividing the batch into parts of {micro.micro_batch}",
-                found=(
-                    f"the gradient of {micro.micro_batch} samples is not that of its halves together, it differs by "
-                    f"{ratio:.0%}: the loss is no mean over samples, or over as many terms as are counted (give the "
-                    "number of terms by `count`, or a budget in which the batch fits undivided)"
-                ),
-            )
-        self._note(applied, doubt)
+        else:
+            counter = count or (lambda some: count_terms(some, is_shifted=micro.shifts_labels))
+            begins = range(0, size - micro.micro_batch + 1, micro.micro_batch)
+            parts = (take(batch, begin, begin + micro.micro_batch, size) for begin in begins)
+            part = next((part for part in parts if all(counter(half) for half in _halves(part))), None)
+            if part is None:
+                self._note(applied, "no part so far has loss terms in both of its halves", is_settled=False)
+            else:
+                self._note(applied, self._prove(applied, part, loss_of, counter))
         self._proven_at = at
 
+    def _prove(
+        self, applied: AppliedPlan, part: Any, loss_of: Callable[[Any], Tensor], counter: Callable[[Any], int]
+    ) -> str:
+        """Compares a part with its halves; returns why that says nothing, or ""."""
+        is_first = applied is not self._current() or not self._is_settled
+        ratio, doubt, scale = _compare(applied, applied.micro, part, loss_of, counter)
+        if is_first:
+            self._scale = scale
+        if not doubt and ratio > ROUNDING_RATIO and scale >= _LEAST_SCALE * self._scale:
+            raise NotExactError(
+                action=f"dividing the batch into parts of {applied.micro.micro_batch}",
+                found=(
+                    f"the gradient of {applied.micro.micro_batch} samples is not that of its halves together, it "
+                    f"differs by {ratio:.0%}: the loss is no mean over samples, or over as many terms as are counted "
+                    "(give the number of terms by `count`, or a budget in which the batch fits undivided)"
+                ),
+            )
+        return doubt
+
     def _note(self, applied: AppliedPlan, reason: str, *, is_settled: bool = True) -> None:
-        """Notes what became of a plan's proof; what steps under earlier plans were not proven stays said."""
+        """Notes what became of a plan's proof; what steps under earlier plans were not proven stays said.
+
+        A later comparison that says nothing takes back nothing of what was proven.
+        """
         if applied is not self._current():
             self._past, self._current = self.unproven, weakref.ref(applied)
+        elif self._is_settled and not self._present:
+            return
         self._present, self._is_settled = reason, is_settled
 
 

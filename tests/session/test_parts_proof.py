@@ -1,5 +1,6 @@
 """Parts of a batch prove, before a step uses them, that they have the gradient of the whole."""
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -230,10 +231,37 @@ def test_a_loss_that_is_no_mean_later_on_is_found_at_the_next_proof_unless_gradi
     applied._num_steps = 3
     if size < 1:
         proof.before_step(applied, ROWS, lambda rows: size * model(rows).square().sum(), None)
-        assert proof.unproven == "the gradient of a part has become too small to be told from rounding"
+        assert proof.unproven == ""
     else:
         with pytest.raises(NotExactError, match=r"the gradient of 4 samples is not that of its halves together"):
             proof.before_step(applied, ROWS, lambda rows: model(rows).square().sum(), None)
+
+
+@pytest.mark.parametrize("doubt", ["no terms", "not finite", "zero", "a hook", "not asked"])
+def test_what_was_proven_stays_so_where_a_later_proof_says_nothing(doubt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a proof WHEN a later one says nothing THEN the ones after it are made, as large as the first one's."""
+    monkeypatch.setattr("memwall.apply.applied.PROOF_STEPS", 3)
+    model, proof = net(), PartsProof()
+    applied, factor = plan_for(model), {"not finite": math.nan, "zero": 0.0}.get(doubt, 1.0)
+
+    def before_step(number: int, loss_of: Callable[[Tensor], Tensor], label: int = 1) -> None:
+        applied._num_steps = number
+        batch = {"rows": ROWS, "labels": torch.full((8,), label)}
+        proof.before_step(applied, batch, lambda part: loss_of(model(part["rows"])), None)
+
+    before_step(0, lambda found: found.square().mean())
+    applied._num_steps = 3
+    if doubt == "not asked":
+        proof.not_asked(applied)
+    hook = model[0].weight.register_post_accumulate_grad_hook(lambda _: None) if doubt == "a hook" else None
+    before_step(3, lambda found: found.square().mean() * factor, -100 if doubt == "no terms" else 1)
+    if hook is not None:
+        hook.remove()
+    assert proof.unproven == ""
+    before_step(5, lambda found: 1 / 0)
+    before_step(6, lambda found: 1e-4 * found.square().sum())  # noise beside the first one
+    with pytest.raises(NotExactError):
+        before_step(9, lambda found: found.square().sum())
 
 
 def test_the_actions_of_a_plan_prove_themselves_in_the_step_and_not_in_the_comparison() -> None:
