@@ -21,4 +21,5 @@ def evaluation_under_actions(trace: Trace, steady: Step, actions: Sequence[Actio
         step_under_actions(trace, steady, actions),
         batch=first.evaluation_batch or trace.micro_batch,
         keeps_gradients=first.evaluates_with_gradients,
+        may_lack_autocast=first.has_average,
     )

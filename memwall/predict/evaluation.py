@@ -13,11 +13,13 @@ from memwall.trace.recurrent import LAYER
 # Of what oneDNN's recurrent layer keeps for backward, an inference has states, but no gates. It allocates up to about
 # twice this, and writes to half of it.
 _RECURRENT_SHARE = 3 / 16
-_LOW = ("bfloat16", "float16")
+HALF_PRECISION = ("bfloat16", "float16")
 
 
-def evaluation_bytes(trace: Trace, step: Step, *, batch: int, keeps_gradients: bool = False) -> int:
-    """Returns the most that the process holds in an evaluation, under autocast or without it if the step ran under it.
+def evaluation_bytes(
+    trace: Trace, step: Step, *, batch: int, keeps_gradients: bool = False, may_lack_autocast: bool = False
+) -> int:
+    """Returns the most that the process holds in an evaluation.
 
     A tensor lives until all but autograd let go of it, which the recording saw. What grows with the batch grows in
     proportion; all else stands as it does between training steps, as do samples of which the script holds all at once.
@@ -26,6 +28,7 @@ def evaluation_bytes(trace: Trace, step: Step, *, batch: int, keeps_gradients: b
         step: the recorded step, with state and parameters where they are.
         batch: samples that are evaluated at once.
         keeps_gradients: whether those stand as well that are let go before the next step's forward.
+        may_lack_autocast: whether it may be without the autocast that the step ran under; the larger of both counts.
     """
     end = next((operation for name, operation in step.marks if name == "backward"), len(step.ops))
     scale = batch / trace.micro_batch if trace.micro_batch else 1.0
@@ -34,11 +37,12 @@ def evaluation_bytes(trace: Trace, step: Step, *, batch: int, keeps_gradients: b
         fixed = (s if s.category != "input" else msgspec.structs.replace(s, batched=False) for s in step.storages)
         step = msgspec.structs.replace(step, storages=tuple(fixed))
     standing = _optimizer_end(step) if keeps_gradients else len(step.ops)
-    most_bytes = 0
-    for kind in {step.storages, _without_autocast(step.storages)}:
-        storages = tuple(_evaluated(storage, scale, end, standing) for storage in kind)
-        forward = msgspec.structs.replace(step, ops=step.ops[:end], storages=storages)
-        most_bytes = max(most_bytes, live_peak_bytes(forward, trace.device))
+    kinds = [step.storages]
+    if may_lack_autocast and not _is_in_half_precision(trace):
+        kinds.append(_without_autocast(step.storages))
+    evaluated = [tuple(_evaluated(storage, scale, end, standing) for storage in storages) for storages in kinds]
+    forwards = [msgspec.structs.replace(step, ops=step.ops[:end], storages=storages) for storages in evaluated]
+    most_bytes = max(live_peak_bytes(forward, trace.device) for forward in forwards)
     # The workspace is what the process has beside tensors, Python's objects say: it does not grow with the batch.
     return trace.base_bytes + trace.workspace_bytes + most_bytes
 
@@ -50,16 +54,16 @@ def _are_parts(storages: Sequence[Storage], trace: Trace) -> bool:
     return max(inputs, default=0) > batch_bytes and batch_bytes not in inputs
 
 
-def _without_autocast(storages: tuple[Storage, ...]) -> tuple[Storage, ...]:
-    """Returns storages as an evaluation has them that is not under autocast, as few loops' averages of weights are.
+def _is_in_half_precision(trace: Trace) -> bool:
+    """Returns whether most bytes of parameters are in half precision: results are then so without autocast."""
+    parameters = [one for one in trace.steps[0].storages if one.category == "parameter"]
+    half_bytes = sum(one.nbytes for one in parameters if one.dtype in HALF_PRECISION)
+    return 2 * half_bytes > sum(one.nbytes for one in parameters)
 
-    Where parameters are of low precision themselves, results are so without it.
-    """
-    if any(one.category == "parameter" and one.dtype in _LOW for one in storages):
-        return storages
-    passing = [one.dtype in _LOW and one.birth >= 0 for one in storages]
-    if not any(passing):
-        return storages
+
+def _without_autocast(storages: tuple[Storage, ...]) -> tuple[Storage, ...]:
+    """Returns storages as they are without autocast: results in half precision are then in single precision."""
+    passing = [one.dtype in HALF_PRECISION and one.birth >= 0 for one in storages]
     # Those that do not grow with the batch are copies of weights.
     return tuple(
         msgspec.structs.replace(one, nbytes=2 * one.nbytes if one.batched else 0) if is_low else one

@@ -26,6 +26,9 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     """Samples that the script is going to evaluate at once; 0 where that is not known."""
     evaluates_with_gradients: bool = True
     """Whether gradients are still there then."""
+    has_average: bool = False
+    """Whether the script has another model of the same form, as an average of weights is: evaluated on its own, that
+    may be without the autocast of the steps."""
 
     def least_budget_bytes(self, smallest_bytes: int, *, asked_bytes: int, budget_for: Callable[[int], int]) -> int:
         """The smallest budget that a run can keep to, from its first step on.

@@ -24,7 +24,7 @@ from memwall.predict.cuda.live_cuda import held_here
 from memwall.predict.first_step import FirstStep
 from memwall.predict.live_device import live_process
 from memwall.session.first_plan import charged, planned
-from memwall.session.loop.evaluation_batch import with_evaluation, with_loaders
+from memwall.session.loop.evaluation_batch import with_average, with_evaluation, with_loaders
 from memwall.session.measurements import Measurements, trained_parameters
 from memwall.session.plan_in_effect import PlanInEffect
 from memwall.session.ranks.agreement import Ranks
@@ -195,7 +195,7 @@ class LivePlan:
                 needed_bytes=max(first.needed_bytes, earlier.needed_bytes),
             )
         if self.trace.device == "cpu":
-            first = with_loaders(first, self.trace)
+            first = with_average(with_loaders(first, self.trace), self.trace, self._borders.attached_model)
             if self._borders.phase == "evaluation":  # what has ended the recording is that one begins
                 first = with_evaluation(first, self.trace, self._borders.attached_model, self._borders.input_shape)
         self._differentiates_backward = self.recorded.differentiates_backward

@@ -1,17 +1,20 @@
 """The largest batch that a script is going to evaluate, as its data loaders that are alive say it."""
 
+import copy
 import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import memwall
 from memwall.predict.evaluation import evaluation_bytes
 from memwall.predict.first_step import FirstStep
-from memwall.session.loop.evaluation_batch import largest_batch, with_evaluation
+from memwall.session.loop.evaluation_batch import largest_batch, with_average, with_evaluation
+from memwall.session.session import Session
 
 TRAINED = 7919  # of no other loader in the process
 FIRST = FirstStep(needed_bytes=0, in_memory_bytes=0, stays_from_bytes=0)
@@ -57,12 +60,17 @@ def test_where_no_loader_has_what_is_trained_none_says_anything() -> None:
     assert largest_batch(TRAINED) == 0
 
 
-def trained_on(taken_from: torch.Tensor | None) -> memwall.Trace:
+def trained_on(taken_from: torch.Tensor | None, *, under_autocast: bool = False) -> memwall.Trace:
     """Returns the trace of a step of a linear layer, whose 32 samples are a part of a tensor, or one of their own."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast):
+            return model(batch).sum()
+
     workload = memwall.Workload(
         model=lambda: nn.Linear(64, 64),
         batch=lambda: torch.zeros(32, 64) if taken_from is None else taken_from[:32],
-        loss=lambda model, batch: model(batch).sum(),
+        loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     return memwall.record(workload, num_steps=1)
@@ -90,6 +98,25 @@ def test_gradients_that_are_there_as_an_evaluation_begins_stay_for_it() -> None:
     assert with_evaluation(FIRST, trained_on(None), model, (32, 64)).evaluates_with_gradients
 
 
+@pytest.mark.parametrize(
+    ("kind", "has_average"),
+    [("a copy", True), ("AveragedModel", True), ("a wrapper", False), ("another form", False), ("none", False)],
+)
+def test_an_average_of_weights_is_another_model_of_the_same_form(kind: str, has_average: bool) -> None:
+    model = nn.Sequential(nn.Linear(7, 919), nn.Linear(919, 3))
+    others = {
+        "a copy": lambda: copy.deepcopy(model).requires_grad_(False),
+        "AveragedModel": lambda: AveragedModel(model),
+        "a wrapper": lambda: nn.Sequential(*model),
+        "another form": lambda: nn.Sequential(nn.Linear(7, 919), nn.Linear(919, 4)),
+        "none": lambda: None,
+    }
+    other = others[kind]()
+    assert with_average(FIRST, trained_on(None, under_autocast=True), model).has_average == has_average
+    assert not with_average(FIRST, trained_on(None), model).has_average  # nothing would be in another precision
+    del other
+
+
 def test_samples_that_the_script_holds_all_at_once_do_not_grow_with_the_evaluation() -> None:
     """GIVEN a batch of its own, or part of a tensor WHEN more is evaluated THEN of this the outputs alone are more."""
     sample_bytes = 64 * 4
@@ -98,3 +125,22 @@ def test_samples_that_the_script_holds_all_at_once_do_not_grow_with_the_evaluati
         small, large = (evaluation_bytes(trace, trace.steps[0], batch=size) for size in (32, 2048))
         evaluated[name] = large - small
     assert evaluated == {"own": 2 * 2016 * sample_bytes, "part": 2016 * sample_bytes}
+
+
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_run_knows_whether_there_is_an_average_once_its_first_step_has_ended(has_copy: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 937), nn.Linear(937, 64))
+    average = copy.deepcopy(model) if has_copy else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session(budget_bytes=1 << 40)
+    session.attach(model, optimizer)
+    with session:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.ones(8, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        first = session._live.settings.first_step
+    assert first is not None
+    assert first.has_average == has_copy
+    del average

@@ -1,4 +1,7 @@
-"""Finds how many samples a script is going to evaluate at once, before it does: loaders say so, or a call."""
+"""Finds what a script is going to evaluate, before it does.
+
+How many samples at once, its loaders or a call say; whether an average of weights too, the models that it has.
+"""
 
 import gc
 import math
@@ -9,11 +12,13 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from memwall.checkpoint.discovery import objects_of
+from memwall.checkpoint.discovery import find_models, objects_of, shapes_of
+from memwall.predict.evaluation import HALF_PRECISION
 from memwall.predict.first_step import FirstStep
 from memwall.session.loop.longer_batch import Shape
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.records import Trace
+from memwall.trace.together import models_of
 
 
 def with_evaluation(first: FirstStep, trace: Trace, model: nn.Module, evaluated: Shape) -> FirstStep:
@@ -37,6 +42,20 @@ def with_loaders(first: FirstStep, trace: Trace) -> FirstStep:
     """Returns what is known of a run, with the evaluation that its data loaders are for."""
     batch = largest_batch(trace.micro_batch)
     return first if batch <= first.evaluation_batch else msgspec.structs.replace(first, evaluation_batch=batch)
+
+
+def with_average(first: FirstStep, trace: Trace, model: nn.Module) -> FirstStep:
+    """Returns what is known of a run, with whether another model of the same form as the trained one is there.
+
+    That makes no difference, and is not looked for, where nothing in the step was in half precision.
+    """
+    if all(one.dtype not in HALF_PRECISION for one in trace.steps[0].storages):
+        return first
+    with without_subclass_functions():
+        own = {id(parameter) for parameter in model.parameters()}
+        found = [other for trained in models_of(model) for other in find_models(shapes_of(trained))]
+        has_average = any(all(id(p) not in own for p in other.parameters()) for other in found)
+    return msgspec.structs.replace(first, has_average=has_average)
 
 
 def _samples(evaluated: Shape, trace: Trace) -> int:

@@ -129,4 +129,5 @@ def _largest(steps: Sequence[FirstStep]) -> FirstStep:
         in_memory_bytes=max(step.in_memory_bytes for step in steps),
         stays_from_bytes=max(step.stays_from_bytes for step in steps),
         evaluation_batch=max(step.evaluation_batch for step in steps),
+        has_average=any(step.has_average for step in steps),
     )
