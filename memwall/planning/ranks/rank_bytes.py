@@ -19,7 +19,8 @@ _KEPT = ("parameter", "buffer")
 def rank_bytes(one: OneKind, plan: Plan, network: Network) -> tuple[RankBytes, ...]:
     """Returns what a rank holds at the peak of its step under a plan, and what it would with eight ranks more.
 
-    The latter is left out where there is no network of so many: of one node beyond its ranks, without a link.
+    The latter is left out where there is no network of so many: of one node beyond its ranks, without a link. What is
+    outside of tensors is taken as the same.
     """
     here = _at_peak(one, plan, network.num_ranks)
     outside_bytes = plan.forecast.peak.process_bytes - here.tensor_bytes
@@ -27,9 +28,9 @@ def rank_bytes(one: OneKind, plan: Plan, network: Network) -> tuple[RankBytes, .
     num_more = network.num_ranks + MORE_RANKS
     has_room = num_more <= network.num_ranks_per_node
     is_whole = network.node_bytes_per_second is not None and num_more % network.num_ranks_per_node == 0
-    if has_room or is_whole:
-        more = _at_peak(one.among(replace(network, num_ranks=num_more)), plan, num_more)
-        found.append(replace(more, outside_bytes=outside_bytes))
+    more = one.among(replace(network, num_ranks=num_more))
+    if (has_room or is_whole) and not more.why_not:
+        found.append(replace(_at_peak(more, plan, num_more), outside_bytes=outside_bytes))
     return tuple(found)
 
 
