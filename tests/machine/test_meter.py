@@ -18,6 +18,7 @@ from memwall.machine.meter import (
     CudaMeter,
     HeldBytes,
     HostMeter,
+    mapped_bytes,
     meter_of,
     process_bytes,
     process_peak_bytes,
@@ -126,6 +127,15 @@ def test_what_is_held_is_read_anew_once_a_page_came_in_or_the_peak_is_another(mo
     for peak in (9, 10):
         said(peak)
         assert found.held().peak_bytes == peak * 1024, "a system that counts no faults is always read"
+
+
+def test_shared_memory_is_no_page_of_a_file() -> None:
+    """GIVEN a tensor in shared memory, as of a data loader's worker THEN it counts, and not as what is taken back."""
+    before = process_bytes(), mapped_bytes()
+    shared = torch.ones(16 << 20).share_memory_()
+    risen = process_bytes() - before[0], mapped_bytes() - before[1]
+    assert risen[0] > shared.nbytes // 2 > risen[1]
+    assert mapped_bytes() > 0
 
 
 def test_memory_that_is_taken_for_a_moment_is_part_of_what_is_held_next() -> None:

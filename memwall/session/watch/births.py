@@ -1,13 +1,12 @@
 """Notes what memory the tensors of a step take, and which line and module made them; asks later what lives."""
 
-import sys
 import threading
 from collections.abc import Iterable, Iterator
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from memwall.torch_internals.compiler import is_region
 from memwall.torch_internals.dispatch import StepMode, active_dispatch_modes, leave_mode
@@ -34,6 +33,19 @@ class _Birth(NamedTuple):
     module: str
 
 
+class _Within(threading.local):
+    """Holds the modules whose forward a thread runs, the innermost last: autograd's threads run some again."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, str]] = []
+        """Identities of modules, with the path of the innermost one of the model's."""
+
+    @property
+    def path(self) -> str:
+        """Returns the path of the innermost module that runs; "" in none."""
+        return self.calls[-1][1] if self.calls else ""
+
+
 class Births(StepMode):
     """Notes from construction until `stop`; what it notes keeps nothing alive.
 
@@ -48,6 +60,11 @@ class Births(StepMode):
         self._born: dict[int, _Birth] = {}
         """Storages by address."""
         self._thread, self._is_stopped = threading.get_ident(), False
+        self._within = _Within()
+        self._hooks = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        )
         self.__enter__()  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -59,6 +76,8 @@ class Births(StepMode):
         """Ends it. Safe to call twice; from another thread it stays there, notes nothing more, and ends with that."""
         if not self._is_stopped and threading.get_ident() == self._thread and self._is_innermost():
             leave_mode(self)
+        for hook in self._hooks:
+            hook.remove()
         self._is_stopped = True
 
     def living(self) -> list[Living]:
@@ -81,12 +100,14 @@ class Births(StepMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._is_stopped or is_region(func):
+            return func(*args, **(kwargs or {}))
+        # What is written into, or seen in part, was there before the operation: state, say, and parameters. Memory that
+        # it puts under a tensor was not: so comes a batch from a data loader's worker.
+        given = {tensor.untyped_storage().data_ptr() for tensor in _plain_in((*args, *(kwargs or {}).values()))}
         out = func(*args, **(kwargs or {}))
-        if not self._is_stopped and not is_region(func):
-            # What is written into, or seen in part, was there before the operation: state, say, and parameters.
-            given = {tensor.untyped_storage().data_ptr() for tensor in _plain_in((*args, *(kwargs or {}).values()))}
-            for made in _plain_in((out,)):
-                self._note(made, given)
+        for made in _plain_in((out,)):
+            self._note(made, given)
         return out
 
     def _note(self, tensor: Tensor, given: set[int]) -> None:
@@ -96,18 +117,19 @@ class Births(StepMode):
             return
         known = self._born.get(address)
         if known is None or known.storage.expired():
-            self._born[address] = _Birth(StorageWeakRef(storage), num_bytes, self._source.find(), self._module())
+            self._born[address] = _Birth(StorageWeakRef(storage), num_bytes, self._source.find(), self._within.path)
 
-    def _module(self) -> str:
-        """Returns the path of the innermost module one of whose methods runs; "" in none."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code.co_varnames[:1] == ("self",):
-                path: str = self._paths.get(id(frame.f_locals.get("self")), "")
-                if path:
-                    return path
-            frame = frame.f_back
-        return ""
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        path = self._paths.get(id(module), "") or self._within.path
+        self._within.calls.append((id(module), path))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # Of a call that another's hook has ended, or that began before the notes, only one of both is seen.
+        calls = self._within.calls
+        for i in reversed(range(len(calls))):
+            if calls[i][0] == id(module):
+                del calls[i:]
+                return
 
 
 def _plain_in(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -4,7 +4,9 @@ import logging
 import os
 import random
 import re
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 import memwall
-from memwall.machine.meter import mapped_bytes
+from memwall.machine.meter import mapped_bytes, process_bytes
 from memwall.session.watch.growth import GrowthWatch
 
 MIB = 1 << 20
@@ -93,6 +96,92 @@ def test_state_that_a_step_writes_into_is_none_that_it_has_made(caplog: pytest.L
 
     watched([100 * MIB + 2 * MIB * i for i in range(20)], step=step)
     assert "no tensor of step 16 of the plan is held" in caplog.messages[0]
+
+
+def test_a_local_tensor_of_a_method_that_loops_dies_as_without_notes(caplog: pytest.LogCaptureFixture) -> None:
+    """GIVEN a loop in a method, which deletes what it made WHEN a step is noted THEN it is gone, and not accused."""
+    model, noted = nn.Linear(1, 1), []
+    watch = GrowthWatch(budget_bytes=lambda: BUDGET_BYTES, model=lambda: model, disk=lambda: None)
+
+    class Trainer:
+        def train(self) -> None:
+            for number in range(24):
+                watch.begin_step(100 * MIB + 2 * MIB * number, torch.device("cpu"))
+                noted.append(watch._births is not None)
+                big = torch.ones(MIB)
+                big.sum()  # is noted while the other is there
+                seen = weakref.ref(big)
+                del big
+                assert seen() is None
+                watch.end_step()
+
+    Trainer().train()
+    watch.close()
+    assert any(noted)
+    assert not any("test_growth.py" in message for message in caplog.messages)
+
+
+def test_a_module_that_fails_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    """GIVEN a module that raises and a loop that goes on WHEN it keeps what it makes THEN that is within no module."""
+
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("no input fits")
+
+    model, kept = nn.Sequential(nn.Identity(), Failing()), list[Tensor]()
+
+    def step(_: int) -> None:
+        with pytest.raises(ValueError, match="no input fits"):
+            model(torch.ones(1))
+        kept.append(torch.ones(MIB // 2))
+
+    watched([100 * MIB + 2 * MIB * i for i in range(20)], model=model, step=step)
+    assert re.search(r"test_growth\.py:\d+ step \(2\.0 MiB\)", caplog.messages[0])
+
+
+class Samples(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> Tensor:
+        return torch.full((MIB,), float(number))
+
+
+def test_kept_batches_of_a_worker_are_said_with_their_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN batches that come in shared memory, and are kept THEN it is said that it grows, and where they come."""
+    monkeypatch.setattr("memwall.session.watch.growth.mapped_bytes", mapped_bytes)
+    watch = GrowthWatch(budget_bytes=lambda: BUDGET_BYTES, model=nn.Module, disk=lambda: None)
+    kept = []
+    for batch in DataLoader(Samples(), num_workers=1):
+        watch.begin_step(process_bytes(), batch.device)
+        batch.sum()  # has its pages counted
+        kept.append(batch)
+        watch.end_step()
+    watch.close()
+    message = caplog.messages[0]
+    assert re.match(r"memory grows by [34]\.\d MiB with each step", message)
+    assert re.search(r"test_growth\.py:\d+ test_kept_batches\w+ \(4\.0 MiB\)", message)
+
+
+def test_shared_memory_is_growth(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN shared tensors that another thread makes and nothing frees THEN it is said, as no system takes it back."""
+    monkeypatch.setattr("memwall.session.watch.growth.mapped_bytes", mapped_bytes)
+    kept = list[Tensor]()
+    with ThreadPoolExecutor(1) as others:
+
+        def held() -> Iterator[int]:
+            for _ in range(120):
+                kept.append(others.submit(lambda: torch.empty(MIB // 2).share_memory_().fill_(1)).result())
+                yield process_bytes()
+
+        watch = GrowthWatch(budget_bytes=lambda: BUDGET_BYTES, model=nn.Module, disk=lambda: None)
+        for now_bytes in held():
+            watch.begin_step(now_bytes, torch.device("cpu"))
+            watch.end_step()
+        watch.close()
+    assert "of the plan is held: it is Python objects" in caplog.messages[0]
 
 
 def test_what_is_held_outside_tensors_is_said_within_20_steps_where_each_adds_to_it(
