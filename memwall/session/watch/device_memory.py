@@ -33,19 +33,19 @@ class DeviceMemoryWatch:
         if "free" not in self._said:
             reserved_bytes, allocated_bytes = segment_bytes(self._device)
             self._free.add(reserved_bytes - allocated_bytes)
-            if (rise := self._free.sure_per_step()) is not None:
+            if (rise := self._free.per_step(is_slow=True)) is not None:
                 self._said.add("free")
                 _log.warning(
                     "reserved memory grows away from what tensors hold by %s with each step: %s are reserved, and %s "
-                    "allocated as a step begins; it is free in pieces that no tensor fits, as of batches of many "
-                    "sizes: have PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or fewer sizes",
+                    "allocated as a step begins; it may be free in pieces that no tensor fits, as of batches of many "
+                    "sizes: try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or fewer sizes",
                     format_bytes(int(rise)),
                     format_bytes(reserved_bytes),
                     format_bytes(allocated_bytes),
                 )
         if "host" not in self._said:
             self._host.add(process_bytes() - mapped_bytes())
-            if (rise := self._host.sure_per_step()) is not None:
+            if (rise := self._host.per_step(is_slow=True)) is not None:
                 self._said.add("host")
                 _log.warning(
                     "host memory grows by %s with each step: tensors that are kept there, Python objects, or what a "

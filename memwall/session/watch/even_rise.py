@@ -18,8 +18,6 @@ _FIRST_STEPS = _NUM_STRETCHES * STRETCHES[0] + 1
 """Steps after which what came before the first of them does not count any more."""
 _EVEN = 0.5
 """The least rise from one stretch to the next, as a share of the largest."""
-_STRAIGHT, _STRAIGHT_LEAST = 0.985, 2
-"""The correlation with time of what grows in each step, and how often the least rise that is in all."""
 
 
 def rise_per_step(values: Sequence[float], stretch: int, least: float) -> float | None:
@@ -73,7 +71,8 @@ class EvenRise:
         """Returns how much the figure rises with each step, where it does so evenly; None where it does not.
 
         Args:
-            is_slow: whether to judge by longer stretches alone.
+            is_slow: whether to judge by longer stretches alone: for what nothing else bears out, as caches that
+                fill rise as evenly for a while.
         """
         if not self.may_rise:
             return None  # as in nearly every step, and quickly found
@@ -82,25 +81,7 @@ class EvenRise:
         rises = (rise_per_step(values, stretch, self._least_rise) for stretch in STRETCHES[is_slow:])
         return next((rise for rise in rises if rise is not None), None)
 
-    def sure_per_step(self) -> float | None:
-        """Returns what `per_step` does, of 16 steps only where they lie on a line: for what nothing else bears out."""
-        rise = self.per_step(is_slow=True)
-        return self.per_step() if rise is None and self.may_rise and self.is_straight() else rise
-
-    def is_straight(self) -> bool:
-        """Tells whether the last steps lie on a line, as what a loop adds in each of them does and a heap does not."""
-        last = list(self._values)[-_FIRST_STEPS + 1 :]
-        return last[-1] - last[0] >= _STRAIGHT_LEAST * self._least_rise and _correlation_with_time(last) >= _STRAIGHT
-
     def forget(self) -> None:
         """Begins anew."""
         self._values.clear()
         self._lowest, self.may_rise = math.inf, False
-
-
-def _correlation_with_time(values: Sequence[float]) -> float:
-    """Returns how well values lie on a line, from -1 to 1; 0 where they are equal."""
-    middle, mean = (len(values) - 1) / 2, math.fsum(values) / len(values)
-    moments = [(number - middle, value - mean) for number, value in enumerate(values)]
-    spread = math.sqrt(math.fsum(x * x for x, _ in moments) * math.fsum(y * y for _, y in moments))
-    return math.fsum(x * y for x, y in moments) / spread if spread else 0.0

@@ -51,7 +51,7 @@ class GrowthWatch:
         self._device: DeviceMemoryWatch | None = None
         self._num_steps = 0
         self._births: Births | None = None
-        self._noted_at = self._mapped_bytes = 0
+        self._noted_at = self._anew_at = self._mapped_bytes = 0
         self._watching: tuple[int, ...] | None = None
         self._bytes_per_step = 0.0
         self._is_said = False
@@ -89,7 +89,6 @@ class GrowthWatch:
             self._say(now_bytes, "which lines do that is not known, as the model is compiled or its steps watched")
         else:
             self._births, self._noted_at = Births(self._model()), self._num_steps
-            self._mapped_bytes = mapped_bytes()
 
     def end_step(self) -> None:
         """Looks at who watches operations between steps, too, where notes may begin; to be called when a step ends.
@@ -109,14 +108,9 @@ class GrowthWatch:
         births, self._births = self._births, None
         living = births.living()
         if sum(each.num_bytes for each in living) < _LEAST_SHARE * self._bytes_per_step:
+            # What no step's tensors account for moves for more reasons: it has to rise for longer, and from here on.
             self._is_outside_tensors = True
-            mapped_per_step = (mapped_bytes() - self._mapped_bytes) / _STEPS_LATER
-            is_own = mapped_per_step < _LEAST_SHARE * self._bytes_per_step
-            self._mapped_bytes = mapped_bytes()
-            if is_own and self._rise.is_straight():
-                self._say_of_others(now_bytes)
-            # What no step's tensors account for moves for more reasons: else it has to rise for longer.
-            self._rise.forget()
+            self._begin_anew()
             return
         more = f" and {len(living) - _MOST_LINES} lines more" if len(living) > _MOST_LINES else ""
         self._say(
@@ -128,16 +122,19 @@ class GrowthWatch:
 
     def _say_of_others(self, now_bytes: int) -> None:
         """Says that something else than tensors grows, unless it is pages of files: the system takes these back."""
-        risen_bytes = mapped_bytes() - self._mapped_bytes
-        if risen_bytes >= _LEAST_SHARE * self._bytes_per_step * (self._num_steps - self._noted_at - _STEPS_LATER) > 0:
-            self._rise.forget()
-            self._noted_at, self._mapped_bytes = self._num_steps - _STEPS_LATER, mapped_bytes()
+        risen_bytes = self._bytes_per_step * (self._num_steps - self._anew_at)
+        if mapped_bytes() - self._mapped_bytes >= _LEAST_SHARE * risen_bytes:
+            self._begin_anew()
             return
         self._say(
             now_bytes,
             f"no tensor of step {self._noted_at} of the plan is held: it is Python objects, a library's memory, or "
             "tensors that are kept at some steps only, as those that are logged",
         )
+
+    def _begin_anew(self) -> None:
+        self._rise.forget()
+        self._anew_at, self._mapped_bytes = self._num_steps, mapped_bytes()
 
     def _say(self, now_bytes: int, cause: str) -> None:
         self._is_said = True

@@ -27,11 +27,11 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Figures:
     return said
 
 
-def test_segments_that_grow_away_from_tensors_are_said_within_20_steps(
+def test_segments_that_grow_away_from_tensors_are_said_once_they_have_for_80_steps(
     figures: Figures, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = DeviceMemoryWatch(torch.device("cuda", 0))
-    for number in range(20):
+    for number in range(82):
         figures.reserved, figures.allocated = (1000 + 4 * number) * MIB, 600 * MIB
         watch.begin_step()
     (message,) = caplog.messages
@@ -39,15 +39,15 @@ def test_segments_that_grow_away_from_tensors_are_said_within_20_steps(
     assert "600.0 MiB allocated as a step begins" in message
 
 
-def test_host_memory_is_said_within_20_steps_and_pages_of_files_are_not(
+def test_host_memory_is_said_once_it_has_risen_for_80_steps_and_pages_of_files_are_not(
     figures: Figures, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = DeviceMemoryWatch(torch.device("cuda", 0))
-    for number in range(20):
+    for number in range(100):
         figures.host = figures.mapped = 8 * MIB * number
         watch.begin_step()
     assert caplog.messages == []
-    for _ in range(20):
+    for _ in range(82):
         figures.host += 8 * MIB
         watch.begin_step()
     (message,) = caplog.messages
@@ -61,6 +61,16 @@ def test_nothing_is_said_of_300_healthy_steps(figures: Figures, caplog: pytest.L
         figures.allocated = draw.randrange(900 * MIB)
         figures.reserved = 1000 * MIB + 200 * MIB * (number > 100)
         figures.host = int(2000 * MIB * (1 - 0.9**number)) + draw.randrange(16 * MIB)
+        watch.begin_step()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("num_steps", [18, 30, 50])
+def test_caches_that_fill_are_no_growth(num_steps: int, figures: Figures, caplog: pytest.LogCaptureFixture) -> None:
+    """GIVEN a host and segments that grow in each of the first steps, and stay so WHEN it runs THEN nothing is said."""
+    watch = DeviceMemoryWatch(torch.device("cuda", 0))
+    for number in range(300):
+        figures.host = figures.reserved = 1000 * MIB + 3 * MIB * min(number, num_steps)
         watch.begin_step()
     assert caplog.messages == []
 
