@@ -46,7 +46,7 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results" / "simulated" / "ranks_bytes.jso
 CARD, NUM_RANKS, NUM_PER_NODE, HOST_BYTES, MIB = "h100-80gb", 8, 4, 4 << 30, 1 << 20
 WINDOW_BYTES = 4 << 20
 ALL_KINDS = KINDS[4] | {"ddp-compressed": Ddp(are_views=True, is_compressed=True)}
-"""What gloo does in ranks_bytes.py, and what only NCCL does."""
+"""Kinds of sharding that gloo runs too, as in ranks_bytes.py, and one that NCCL alone does."""
 FORMS: dict[str, Treatment | None] = {
     "plain": None,
     "recompute": Treatment(recompute=True),

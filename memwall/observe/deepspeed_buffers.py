@@ -37,7 +37,7 @@ class DeepSpeedBuffer(Struct, frozen=True, kw_only=True):
     where: str
     """Device or host."""
     when: str
-    """What of a run it stands for, and whether it is a bound."""
+    """Part of a run for which it stands, and whether it is a bound."""
 
 
 def buffers_in(path: Path) -> tuple[DeepSpeedBuffer, ...]:

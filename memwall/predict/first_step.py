@@ -17,7 +17,7 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     stays_from_bytes: int
     """Smallest budget with which a first step keeps parameters and gradients in memory."""
     left_out_bytes: int = 0
-    """What it would hold besides, had it run the blocks that it left out."""
+    """Bytes that it would hold besides, had it run the blocks that it left out."""
     others_bytes: int = 0
     """Parameters of other models that went to disk while they were built, and were there as the step ran."""
     built_from_bytes: int = 0

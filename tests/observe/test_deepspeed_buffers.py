@@ -1,4 +1,4 @@
-"""What DeepSpeed's buffers cost, from a configuration alone: keys that are there, defaults, and what is no number."""
+"""DeepSpeed's buffers cost what a configuration alone says: keys that are there, defaults, and "auto"."""
 
 import json
 from pathlib import Path

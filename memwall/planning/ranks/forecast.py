@@ -96,4 +96,4 @@ class RanksForecast(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     choices: tuple[RankChoice, ...]
     curve: tuple[CurvePoint, ...]
     peak: tuple[RankBytes, ...] = ()
-    """Of the choice: for these ranks, and for eight more where there is a network of them."""
+    """A rank's bytes under the choice: for these ranks, and for eight more where there is a network of them."""

@@ -1,4 +1,4 @@
-"""What a rank holds at the peak of its planned step: what more ranks make less of, and what they do not."""
+"""Says what a rank holds at the peak of its planned step: what more ranks make less of, and what they do not."""
 
 from msgspec.structs import replace
 

@@ -20,7 +20,7 @@ class RankCost(Struct, frozen=True, kw_only=True):
     exposed_per_pass: float = 0.0
     """The part of that which is spent again for each further micro-batch."""
     waiting_gradient_bytes: int = 0
-    """What gradients would hold more if all micro-batches but the last left them whole."""
+    """Bytes that gradients would hold more if all micro-batches but the last left them whole."""
     reduction_seconds: float = 0.0
     """Collectives that each of these would do without."""
     host_bytes: int = 0

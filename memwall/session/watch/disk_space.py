@@ -19,7 +19,7 @@ _SOON_STEPS = 10_000
 """Steps after which a disk would be full, for that to be said: a run saves now and then, and disks are large."""
 _STEPS_LATER = 3
 _SLOW_SECONDS, _TRIED = 0.2e-3, 8
-"""What the fastest of the first looks may take: a disk of the network that takes longer is not looked at any more."""
+"""Seconds that the fastest of the first looks may take: a disk of the network that takes longer is left alone then."""
 
 
 class DiskSpaceWatch:
@@ -46,7 +46,7 @@ class _Disk:
         self._folder, self._rise = os.path.abspath(folder), EvenRise(_LEAST_BYTES)
         self._num_looks, self._fastest_seconds = 0, math.inf
         self._noted: dict[str, int] = {}
-        """What open files had some steps ago, by name."""
+        """Sizes that open files had some steps ago, by name."""
         self._steps_left = -1
         """Steps until these are compared; negative while they are not noted."""
 

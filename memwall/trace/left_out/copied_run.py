@@ -19,7 +19,7 @@ class Lacks(NamedTuple):
 
     gradients: tuple[int, ...] = ()
     state: tuple[int, ...] = ()
-    """Of the optimizer's."""
+    """Bytes of each tensor of the optimizer's state."""
 
 
 def with_copies(step: Step, left_out: LeftOut, *, size: int, lacks: Lacks) -> Step:
@@ -44,7 +44,7 @@ class _Copies:
         self._late: set[int] = set()
         """Storages that a run makes for what follows it."""
         self._fed: dict[int, int] = {}
-        """What copies use in place of what their runs are called with."""
+        """Storages that copies use in place of those that their runs are called with."""
         for index, storage in enumerate(step.storages):
             span = self._spans.of(storage.birth)
             if span is not None:

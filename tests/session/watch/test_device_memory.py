@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 class Figures:
-    """What the allocator and the system say."""
+    """Figures that the allocator and the system give."""
 
     reserved = allocated = host = mapped = 0
 
