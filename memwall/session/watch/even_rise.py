@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-__all__ = ["EvenRise", "rise_per_step"]
+__all__ = ["EvenRise", "is_used_up_soon", "rise_per_step"]
 
 STRETCHES = (4, 20, 80)
 """Steps in each of the four stretches: what grows fast is found in 16 steps, what grows slowly later."""
@@ -18,6 +18,8 @@ _FIRST_STEPS = _NUM_STRETCHES * STRETCHES[0] + 1
 """Steps after which what came before the first of them does not count any more."""
 _EVEN = 0.5
 """The least rise from one stretch to the next, as a share of the largest."""
+_SOON_STEPS = 300
+"""Steps within which a rise does harm if it goes on, for it to be told from the shortest stretches."""
 
 
 def rise_per_step(values: Sequence[float], stretch: int, least: float) -> float | None:
@@ -39,6 +41,11 @@ def rise_per_step(values: Sequence[float], stretch: int, least: float) -> float 
     if lows[-1] - lows[0] < max(least, 2 * (swing - rise * stretch)) or min(rises) < _EVEN * max(rises):
         return None
     return rise
+
+
+def is_used_up_soon(room: float, rise: float) -> bool:
+    """Tells whether what rises so much with each step reaches, within 300 of them, what it has room for."""
+    return room <= _SOON_STEPS * rise
 
 
 class EvenRise:
@@ -67,19 +74,21 @@ class EvenRise:
         self._lowest = min(self._lowest, value)
         self.may_rise = value - self._lowest >= self._least_rise
 
-    def per_step(self, *, is_slow: bool = False) -> float | None:
+    def per_step(self, room: float = 0.0) -> float | None:
         """Returns how much the figure rises with each step, where it does so evenly; None where it does not.
 
         Args:
-            is_slow: whether to judge by longer stretches alone: for what nothing else bears out, as caches that
-                fill rise as evenly for a while.
+            room: how far it may still rise, of a figure of which nothing else tells why it does. Caches that fill
+                rise as evenly for a while: only what would use the room up soon is told from the shortest stretches.
         """
         if not self.may_rise:
             return None  # as in nearly every step, and quickly found
         values = list(self._values)
         self._lowest = min(values)
-        rises = (rise_per_step(values, stretch, self._least_rise) for stretch in STRETCHES[is_slow:])
-        return next((rise for rise in rises if rise is not None), None)
+        soon, *later = (rise_per_step(values, stretch, self._least_rise) for stretch in STRETCHES)
+        if soon is not None and is_used_up_soon(room, soon):
+            return soon
+        return next((rise for rise in later if rise is not None), None)
 
     def forget(self) -> None:
         """Begins anew."""

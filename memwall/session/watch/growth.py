@@ -5,6 +5,7 @@ and asked for three steps later: those that still live are what grows. What else
 """
 
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from memwall.machine.meter import mapped_bytes
 from memwall.session.watch.births import Births, Living
 from memwall.session.watch.device_memory import DeviceMemoryWatch
 from memwall.session.watch.disk_space import DiskSpaceWatch
-from memwall.session.watch.even_rise import EvenRise
+from memwall.session.watch.even_rise import EvenRise, is_used_up_soon
 from memwall.session.watch.open_files import OpenFilesWatch
 from memwall.torch_internals.compiler import is_compiled
 from memwall.units import format_bytes
@@ -69,7 +70,7 @@ class GrowthWatch:
         self._files.begin_step()
         self._disks.begin_step()
         if device.type == "cuda":
-            self._device = self._device or DeviceMemoryWatch(device)
+            self._device = self._device or DeviceMemoryWatch(device, self._budget_bytes)
             self._device.begin_step()
         self.close()
         if self._is_said:
@@ -79,7 +80,8 @@ class GrowthWatch:
             if self._num_steps == self._noted_at + _STEPS_LATER:
                 self._ask(now_bytes)
             return
-        rise = self._rise.per_step(is_slow=self._is_outside_tensors)
+        room_bytes = self._room_bytes(now_bytes) if self._is_outside_tensors else 0
+        rise = self._rise.per_step(room_bytes)
         if rise is None:
             return
         self._bytes_per_step = rise
@@ -89,6 +91,7 @@ class GrowthWatch:
             self._say(now_bytes, "which lines do that is not known, as the model is compiled or its steps watched")
         else:
             self._births, self._noted_at = Births(self._model()), self._num_steps
+            self._note_pages()
 
     def end_step(self) -> None:
         """Looks at who watches operations between steps, too, where notes may begin; to be called when a step ends.
@@ -108,9 +111,13 @@ class GrowthWatch:
         births, self._births = self._births, None
         living = births.living()
         if sum(each.num_bytes for each in living) < _LEAST_SHARE * self._bytes_per_step:
-            # What no step's tensors account for moves for more reasons: it has to rise for longer, and from here on.
+            # What no step's tensors account for moves for more reasons: it has to rise for longer, and from here on,
+            # unless there is no time for that.
             self._is_outside_tensors = True
-            self._begin_anew()
+            if is_used_up_soon(self._room_bytes(now_bytes), self._bytes_per_step):
+                self._say_of_others(now_bytes)
+            else:
+                self._begin_anew()
             return
         more = f" and {len(living) - _MOST_LINES} lines more" if len(living) > _MOST_LINES else ""
         self._say(
@@ -128,13 +135,20 @@ class GrowthWatch:
             return
         self._say(
             now_bytes,
-            f"no tensor of step {self._noted_at} of the plan is held: it is Python objects, a library's memory, or "
-            "tensors that are kept at some steps only, as those that are logged",
+            f"no tensor of step {self._noted_at} of the plan is held: it is Python objects, a library's memory, a "
+            "cache that fills, or tensors that are kept at some steps only, as those that are logged",
         )
 
     def _begin_anew(self) -> None:
         self._rise.forget()
+        self._note_pages()
+
+    def _note_pages(self) -> None:
         self._anew_at, self._mapped_bytes = self._num_steps, mapped_bytes()
+
+    def _room_bytes(self, now_bytes: int) -> float:
+        """Returns what may still be held beside what is; without end where there is no budget."""
+        return self._budget_bytes() - now_bytes if self._budget_bytes() else math.inf
 
     def _say(self, now_bytes: int, cause: str) -> None:
         self._is_said = True

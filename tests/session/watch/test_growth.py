@@ -39,10 +39,11 @@ def watched(
     model: nn.Module | None = None,
     step: Callable[[int], object] = lambda _: None,
     disk: str | None = None,
+    budget_bytes: int = BUDGET_BYTES,
 ) -> int:
     """Runs steps that begin with so many bytes; returns how many."""
     followed = nn.Module() if model is None else model
-    watch = GrowthWatch(budget_bytes=lambda: BUDGET_BYTES, model=lambda: followed, disk=lambda: disk)
+    watch = GrowthWatch(budget_bytes=lambda: budget_bytes, model=lambda: followed, disk=lambda: disk)
     for i, standing_bytes in enumerate(values):
         watch.begin_step(standing_bytes, torch.device("cpu"))
         step(i)
@@ -193,6 +194,28 @@ def test_what_is_held_outside_tensors_is_said_only_once_it_has_risen_for_longer(
     assert caplog.messages == []
     watched(rising, step=lambda _: torch.ones(MIB))
     assert "of the plan is held: it is Python objects" in caplog.messages[0]
+
+
+def test_what_is_held_outside_tensors_and_passes_the_budget_soon_is_said_within_20_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rising = [100 * MIB + 4 * MIB * i for i in range(20)]
+    watched(rising, step=lambda _: torch.ones(MIB), budget_bytes=1000 * MIB)
+    (message,) = caplog.messages
+    assert "reaches the budget in about 207 of them; no tensor of step" in message
+
+
+def test_pages_of_files_that_reach_the_budget_soon_are_no_growth(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = [0]
+    monkeypatch.setattr("memwall.session.watch.growth.mapped_bytes", lambda: read[0])
+
+    def step(number: int) -> None:
+        read[0] = 4 * MIB * (number + 1)
+
+    watched([100 * MIB + 4 * MIB * i for i in range(200)], step=step, budget_bytes=1000 * MIB)
+    assert caplog.messages == []
 
 
 def test_pages_of_files_are_no_growth(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
