@@ -59,7 +59,7 @@ def _read_trace(path: Path, label: str) -> ReadSide:
 
 def _read_snapshot(path: Path, label: str) -> ReadSide:
     from memwall.predict.snapshot.analysis import analyse_device, devices_of
-    from memwall.report.snapshot_curves import snapshot_curve
+    from memwall.report.snapshots.snapshot_curves import snapshot_curve
     from memwall.trace.snapshot.read import load_snapshot
 
     snapshot = load_snapshot(path)

@@ -20,15 +20,13 @@ from memwall.integrations.launcher import run_script
 from memwall.observe.measure import run_report as run_report_of
 from memwall.observe.run_report import RunReport
 from memwall.planning.planfile import Plan
-from memwall.planning.step_under_plan import step_under_plan
-from memwall.report.curves import curve_of
 from memwall.report.html import Page, save_page
+from memwall.report.plan_page import plan_curves
 from memwall.report.run_grids import Outcome
 from memwall.report.summary import plan_summary, run_summary
 from memwall.report.text import comparison, plan_report, run_report
 from memwall.session.session import Session
 from memwall.trace.file import load_trace, save_trace
-from memwall.trace.steps import steady_step
 from memwall.trace.tags import Tag
 from memwall.units import format_bytes, parse_size
 
@@ -102,16 +100,11 @@ def run_demo(*, budget: str, out: Path | None, as_json: bool, script_arguments: 
     )
     page = Page(
         title="memwall demo",
-        curves=(
-            curve_of(trace, steady_step(trace), "free run", "simulated", process_peak_bytes=free_peak_bytes),
-            curve_of(
-                trace,
-                step_under_plan(trace, plan),
-                "under the plan",
-                "simulated",
-                budget_bytes=budget_bytes,
-                process_peak_bytes=run.measured.peak.process_bytes,
-            ),
+        curves=plan_curves(
+            trace,
+            plan,
+            process_peak_bytes=run.measured.peak.process_bytes,
+            plain_process_peak_bytes=free_peak_bytes,
         ),
         outcomes=outcomes,
         plan=plan,

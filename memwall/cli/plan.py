@@ -40,6 +40,7 @@ from memwall.cli.plans.plan_ranks import (
 )
 from memwall.cli.plans.plan_request import ModelAsked, PlanRequest
 from memwall.cli.plans.without_plan import forecast_without_plan
+from memwall.cli.running.run_file import require_page_file
 from memwall.cli.verbosity import is_verbose
 from memwall.errors import InfeasibleError, UsageError
 
@@ -95,6 +96,10 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="plan.json", help="Where the plan is written.")
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="plan.html", help="Also write a page: the step with and without the plan."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Choose what to recompute, offload or split so that the step fits the budget.
@@ -139,21 +144,31 @@ def plan(
     )
     if output is not None:
         require_writable(output, option="--output")
+    if report is not None:
+        if asked is not None:
+            raise UsageError("--report: not together with --ranks, whose tables are shown at once")
+        require_page_file(report)
     request.check()
     found = request.recorded()
     from memwall.cli.output import forecast_status
 
     if asked is None:
-        forecast = _show_plan(request, found, output, has_curve=has_curve, as_json=as_json)
+        forecast = _show_plan(request, found, output, report, has_curve=has_curve, as_json=as_json)
     else:
         forecast = show_ranks(asked, found.trace, _settings_of_ranks(request), output=output, as_json=as_json)
     raise typer.Exit(forecast_status(forecast))
 
 
 def _show_plan(
-    request: PlanRequest, found: "Source", output: Path | None, *, has_curve: bool, as_json: bool
+    request: PlanRequest,
+    found: "Source",
+    output: Path | None,
+    report: Path | None,
+    *,
+    has_curve: bool,
+    as_json: bool,
 ) -> "Forecast":
-    """Plans, writes the plan and shows it; returns its forecast.
+    """Plans, writes the plan and its page, and shows it; returns its forecast.
 
     Raises:
         InfeasibleError: no plan fits.
@@ -178,7 +193,12 @@ def _show_plan(
         made = with_smallest_that_holds(made, plan_for)
     if output is not None:
         made.save(output)
-    shown = plan_report(made) if is_verbose() else forecast_summary(made, output)
+    if report is not None:
+        from memwall.report.html import save_page
+        from memwall.report.plan_page import plan_page
+
+        save_page(plan_page(f"memwall plan: {Path(request.source).name}", made, found.trace), report)
+    shown = plan_report(made) if is_verbose() else forecast_summary(made, output, report)
     if has_curve:
         made = replace(made, forecast=replace(made.forecast, curve=curve_of(made, plan_for)))
         shown = Group(shown, budget_curve_view(made.forecast))

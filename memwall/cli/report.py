@@ -187,7 +187,7 @@ def _trace_page(trace: "Trace", source: Path) -> "Page":
 
 def _snapshot_page(snapshot: "Snapshot", source: Path) -> "Page":
     from memwall.cli.source import analysed_devices
-    from memwall.report.snapshot_page import snapshot_page
+    from memwall.report.snapshots.snapshot_page import snapshot_page
 
     return snapshot_page(analysed_devices(snapshot), f"memwall snapshot: {source.name}")
 

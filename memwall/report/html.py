@@ -52,6 +52,8 @@ class Page(Struct, frozen=True, kw_only=True):
     """Runs of the before/after table; the first is what the others are compared with."""
     plan: Plan | None = None
     run: RunReport | None = None
+    schedules: tuple[Grid, ...] = ()
+    """Tables after those of plan and run."""
     notes: tuple[str, ...] = ()
     """Further lines on what the figures count, e.g. `trace_scope`."""
 
@@ -195,7 +197,7 @@ def _grids(page: Page) -> list[Grid]:
             grids.append(lever_grid(forecast.levers))
         grids += ranks_grids(forecast.ranks, is_explained=True)
         grids.append(forecast_phase_grid(forecast))
-    return grids
+    return [*grids, *page.schedules]
 
 
 def _holders(curve: Curve, peak: Peak) -> _Holders:

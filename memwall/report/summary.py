@@ -68,14 +68,17 @@ def estimate_summary(estimate: "Estimate", searched: str = "") -> Group:
     )
 
 
-def forecast_summary(plan: Plan, file: Path | None) -> Group:
+def forecast_summary(plan: Plan, file: Path | None, page_file: Path | None = None) -> Group:
     """Says what a plan for a run to come does, and what it leaves unsaid: `memwall plan`.
 
     Args:
         file: the plan was written to; None for none.
+        page_file: that of the page; None for none.
     """
     forecast = plan.forecast
     page = f"\nAs a page: memwall report {file} -o {file.with_suffix('.html')}" if file else ""
+    if page_file is not None:
+        page = f"\nThe step with and without the plan: {page_file}"
     return printable(
         (
             shown_verdict(plan_verdict(plan)),

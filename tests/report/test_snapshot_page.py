@@ -19,8 +19,8 @@ from memwall.predict.snapshot.timeline import timeline_of
 from memwall.report.chart import chart_of, legend_of, scale_of
 from memwall.report.curves import Curve
 from memwall.report.html import page_html
-from memwall.report.snapshot_curves import snapshot_curve
-from memwall.report.snapshot_page import snapshot_page
+from memwall.report.snapshots.snapshot_curves import snapshot_curve
+from memwall.report.snapshots.snapshot_page import snapshot_page
 from memwall.trace.snapshot.read import load_snapshot
 from memwall.trace.snapshot.records import Event, Frame, Snapshot, SnapshotBlock, SnapshotSegment
 

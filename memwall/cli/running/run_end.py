@@ -57,7 +57,7 @@ def end_run(
     elif report_path is not None:
         report_path = report_path.with_name(rank_file_name(report_path.name))
     if report_path is not None:
-        save_run(report, report_path)
+        save_run(report, report_path, session.plan, session.trace)
     shown_run = run_table if is_verbose() else run_summary
     show(shown_run(report, status=status), report, as_json=as_json, to_error=True)
     if status or report.within_budget:

@@ -8,8 +8,8 @@ from memwall.predict.snapshot.analysis import DeviceAnalysis
 from memwall.predict.snapshot.timeline import Timeline
 from memwall.report.grid import Grid, share_percent
 from memwall.report.html import Card, Page
-from memwall.report.snapshot_curves import snapshot_curve
-from memwall.report.snapshot_grids import SNAPSHOT_SCOPE, snapshot_grids, snapshot_verdict
+from memwall.report.snapshots.snapshot_curves import snapshot_curve
+from memwall.report.snapshots.snapshot_grids import SNAPSHOT_SCOPE, snapshot_grids, snapshot_verdict
 from memwall.units import format_bytes
 
 
