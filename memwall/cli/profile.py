@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from memwall.cli.options import CommandArgument, JsonOption, parse_command, require_writable
-from memwall.cli.output import script_output, show, trace_summary
+from memwall.cli.output import note, script_output, show, trace_summary
 
 
 def profile(
@@ -29,3 +29,4 @@ def profile(
         trace = profile_script(script.name, script.arguments, num_steps=steps, is_module=script.is_module)
     save_trace(trace, output)
     show(trace_report(trace), trace_summary(trace), as_json=as_json)
+    note(f"the trace is {output}; what would fit: memwall plan {output} --budget SIZE")

@@ -54,7 +54,9 @@ def valid(record: Any, name: str) -> Any:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trace, forecast, plan and run report of one script, and its weights with and without memwall."""
     folder = tmp_path_factory.mktemp("loop")
-    assert memwall(folder, "profile", "-o", "t.trace", *SCRIPT).returncode == 0
+    profiled = memwall(folder, "profile", "-o", "t.trace", *SCRIPT)
+    assert profiled.returncode == 0
+    assert profiled.stderr.endswith("the trace is t.trace; what would fit: memwall plan t.trace --budget SIZE\n")
     status, out, said = planned(folder, "--budget", "8GiB", "--json")
     assert status == 0, said
     (folder / "roomy.json").write_text(out)
