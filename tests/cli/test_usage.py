@@ -39,7 +39,7 @@ OPTIONS = {
     }
     | {"--json"}
     | {"--batch", "--seq", "--optimizer", "--dtype", "--mask-share"}
-    | {"--autocast", "--checkpointing", "--lora", "--eval-batch", "--curve"}
+    | {"--autocast", "--checkpointing", "--lora", "--eval-batch", "--curve", "--report"}
     | {"--ranks", "--ranks-per-node", "--link", "--explain"},
     "profile": {"--output", "--steps", "--json"},
     "report": {"--output", "--format", "--json"},
