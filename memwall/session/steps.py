@@ -14,6 +14,8 @@ from memwall.session.forward_redo import ForwardRedo
 from memwall.session.live_plan import LivePlan
 from memwall.session.loop.changes import LoopChanges
 from memwall.session.loop.evaluation_room import EvaluationRoom
+from memwall.session.loop.longer_batch import input_shape
+from memwall.session.loop.smaller_forwards import SmallerForwards
 from memwall.session.loop.spared_blocks import SparedBlocks
 from memwall.session.loop.turns import FirstTurns
 from memwall.session.measurements import Measurements
@@ -86,6 +88,7 @@ class Steps:
         self._first_turns = FirstTurns()
         self._changes = LoopChanges(self.live, self.borders, self.recovery)
         self._spared = SparedBlocks(self.borders, self.live)
+        self._smaller = SmallerForwards(self.live)
         self._evaluations = EvaluationRoom(self.live, self.borders)
         self._num_checked = 0
         """Steps whose effects were looked at: once in each, when all that it called has been stepped."""
@@ -292,6 +295,7 @@ class Steps:
         Raises:
             OutOfMemoryError: memory ran out, and no plan needs less.
         """
+        self._smaller.begin_forward(model, input_shape(args, kwargs))
         try:
             return self._forwards.run(model, forward, args, kwargs)
         except OutOfMemoryError as error:
@@ -447,6 +451,7 @@ class Steps:
         self.measured.begin_run(self.borders.attached_model)
         self.borders.watch_optimizers()
         self._changes.recording_begins()
+        self._smaller.recording_begins()
         self.live.begin()
         self.state = "running" if self.live.is_given else "recording"
 

@@ -34,6 +34,8 @@ from memwall.torch_internals.storages import StorageWeakRef, identity_of
 # Restored bytes begin at a 4096-byte boundary, so a range that begins at one too keeps each view's alignment; kernels
 # may choose their path by alignment, and another path may round differently.
 _RANGE_ALIGNMENT_BYTES = 4096
+# All tensors below this together are a small part of a step, and each would cost as much time as a large one.
+_LEAST_MOVED_BYTES = 64 << 10
 
 
 _NO_GROUP = Group()
@@ -71,7 +73,7 @@ class ActivationOffload(Closing):
         self._pool, self._holds_sources = pool, holds_sources
         self._owns_pages = owns_pages
         self._window_bytes = window_bytes
-        self._min_bytes = max(1, min_bytes)
+        self._min_bytes = self._planned_min_bytes = max(1, min_bytes)
         self._is_excluded = is_excluded
         self._host_limit_bytes = host_limit_bytes
         self._tiers: dict[torch.device, StorageTier[Any, Any]] = {}
@@ -140,6 +142,14 @@ class ActivationOffload(Closing):
             yield
         finally:
             self._active.group = outer
+
+    def move_from(self, share: float) -> None:
+        """Moves from now on what is at least this share (at most 1) of the smallest tensor that moves otherwise.
+
+        Tensors below `_LEAST_MOVED_BYTES` are left where they are all the same, if they are otherwise.
+        """
+        least_bytes = max(int(self._planned_min_bytes * share), _LEAST_MOVED_BYTES)
+        self._min_bytes = min(self._planned_min_bytes, least_bytes)
 
     def prefetch(self, key: Hashable) -> None:
         """Begins to bring back the group `key`, last saved first; the caller's plan bounds it, not the window."""
