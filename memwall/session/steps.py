@@ -1,7 +1,7 @@
 """The steps of one run: which of them are recorded, when a plan is made and applied, what is looked at after each."""
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -38,9 +38,6 @@ from memwall.trace.together import models_of
 State = Literal["waiting", "recording", "recorded", "running", "closed"]
 
 _T = TypeVar("_T")
-
-# An average of the weights is kept by a state dict after each step. That is no checkpoint, and page faults cost time.
-_SAVED_IN_TURN = 3
 
 
 class Steps:
@@ -95,10 +92,6 @@ class Steps:
         self._is_applied_inside = False
         """Whether the present plan was applied from a closure of the optimizer step that runs."""
         self._room = RoomBetweenSteps(self.measured)
-        self._has_room = True
-        """Whether free memory was returned since the last step ended."""
-        self._saved_after = self._num_saved_in_turn = 0
-        """Step after which a state dict was asked for last, and after how many steps in a row."""
         self._joint: JointParts | None = None
         self._is_joint_known = False
         self._has_told = False
@@ -155,11 +148,8 @@ class Steps:
             self._is_joint_known = True
             self._joint = JointParts.of(self.live.ranks, self.borders.attached_model, self.live.trace)
         if self._joint is not None and not self.borders.in_step:
-            num_changes = self.live.in_effect.num_changes
-            self.recovery.plan_ahead()
-            if self.live.in_effect.num_changes != num_changes:
-                self._clock.forget()
-                self._room.restart()
+            with self._measured_anew():
+                self.recovery.plan_ahead()
         return self._joint
 
     def end(self, *, completed: bool) -> None:
@@ -194,19 +184,14 @@ class Steps:
             self.live.forget_plan()
             self.state = "waiting"
             return
-        try:
-            with out_of_inference_mode():
-                is_made = self.live.make()
-        except InfeasibleError as error:
-            if not self._changes.why:
-                self.failure = error.without_frames()
-                raise
-            explained = error.because(f"the run has had a plan before: {self._changes.why}")
-            self.failure = explained.without_frames()
-            raise explained from error
-        except MemwallError as error:
-            self.failure = error.without_frames()
-            raise
+        with self._ending_the_run():
+            try:
+                with out_of_inference_mode():
+                    is_made = self.live.make()
+            except InfeasibleError as error:
+                if not self._changes.why:
+                    raise
+                raise error.because(f"the run has had a plan before: {self._changes.why}") from error
         self.state = "running" if is_made else "waiting"
 
     def batch_begins(self) -> None:
@@ -218,20 +203,11 @@ class Steps:
         """
         if self.borders.in_step or self.failure is not None:
             return
-        num_changes = self.live.in_effect.num_changes
-        self.end_step()
-        if self.state == "running" and self.live.ranks is None:
-            self._plan_again()
-        if self.live.in_effect.num_changes != num_changes:
-            self._clock.forget()
-            self._room.restart()
-
-    def _plan_again(self) -> None:
-        try:
-            self.recovery.plan_again()
-        except MemwallError as error:
-            self.failure = error.without_frames()
-            raise
+        with self._measured_anew():
+            self.end_step()
+            if self.state == "running" and self.live.ranks is None:
+                with self._ending_the_run():
+                    self.recovery.plan_again()
 
     def end_last_step(self) -> None:
         """Says so at the end of the run, where other ranks may have ended: a first step that was alone is planned.
@@ -254,10 +230,8 @@ class Steps:
         self._changes.recording_ends()
         self.borders.end_step()
         try:
-            self.live.end_recording()
-        except MemwallError as error:
-            self.failure = error.without_frames()
-            raise
+            with self._ending_the_run():
+                self.live.end_recording()
         finally:
             self.live.stop_recording()
         self.state = "recorded"
@@ -279,15 +253,12 @@ class Steps:
             self._tell_others()
             raise self.failure.without_frames()
         if self.state == "waiting":
-            try:
+            with self._ending_the_run():
                 self._unseen.forward_begins(
                     self.borders.attached_model,
                     self.borders.num_optimizer_steps,
                     trains_copies=self.borders.trains_copies,
                 )
-            except MemwallError as error:
-                self.failure = error.without_frames()
-                raise
 
     def _run_forward(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a forward, and runs it again where memory runs out and that can be.
@@ -306,12 +277,8 @@ class Steps:
         """Ends the step, so that it is not recorded with an evaluation, and frees what the step has left."""
         if self.live.ranks is None:
             self.end_step()
-            num_changes = self.live.in_effect.num_changes
-            with out_of_inference_mode():
+            with self._measured_anew(), out_of_inference_mode():
                 self._evaluations.make()
-            if self.live.in_effect.num_changes != num_changes:
-                self._clock.forget()
-                self._room.restart()
         else:  # which may not evaluate
             self._end_recording()
         self._make_room()
@@ -321,11 +288,7 @@ class Steps:
         self._watch.look()
         self.live.in_effect.end_showing()
         self.measured.note_peak()
-        if self.measured.num_steps > self._saved_after:
-            is_next = self.measured.num_steps == self._saved_after + 1
-            self._num_saved_in_turn = self._num_saved_in_turn + 1 if is_next else 1
-            self._saved_after = self.measured.num_steps
-        if self._num_saved_in_turn <= _SAVED_IN_TURN:
+        if not self._room.is_saved_in_turn():
             self._make_room()
 
     def step_begins(self) -> None:
@@ -334,7 +297,7 @@ class Steps:
         self._room.before_step()
         num_changes = self.live.in_effect.num_changes
         device = self._changes.layers.device
-        try:
+        with self._ending_the_run():
             check_not_captured(device)
             self.live.in_effect.end_showing()
             self.end_step()
@@ -348,9 +311,6 @@ class Steps:
             if self.state == "waiting":
                 self._begin_run()
             self.recovery.plan_again()
-        except MemwallError as error:
-            self.failure = error.without_frames()
-            raise
         if self.state == "recording":
             self._spared.note_recorded()
         if self.state == "running":
@@ -366,7 +326,7 @@ class Steps:
             self._room.restart()
             self._is_applied_inside = self.borders.in_optimizer  # too late for an optimizer that steps already
         if self.live.in_effect.applied is not None:
-            if self._has_room:  # malloc may keep what a save or an evaluation has freed
+            if self._room.is_made:  # malloc may keep what a save or an evaluation has freed
                 self.live.in_effect.allocator.trim(generation=1)
             self.live.in_effect.applied.begin_step()
             self._spared.begin_step(self.live.in_effect.applied)
@@ -390,7 +350,7 @@ class Steps:
 
     def optimizer_stepped(self, *, is_first: bool) -> None:
         """Notes what a step that has ended, or went on, needed, and what the plan's actions did in it."""
-        self._has_room = False
+        self._room.is_made = False
         self.live.in_effect.device_budget.end_step()
         self._redo.end_step()
         self._growth.end_step()
@@ -465,9 +425,25 @@ class Steps:
 
     def _make_room(self) -> None:
         if self.live.in_effect.applied is not None:
-            self._room.look_away()
-            self.live.in_effect.allocator.make_room(is_first=not self._has_room)
-            self._has_room = True
+            self.live.in_effect.allocator.make_room(is_first=self._room.begin_making())
 
     def _note_engine_failure(self) -> None:
         self.failure = self.failure or self.live.failure
+
+    @contextmanager
+    def _ending_the_run(self) -> Iterator[None]:
+        """Has an error of memwall's end the run: each further forward raises it again."""
+        try:
+            yield
+        except MemwallError as error:
+            self.failure = error.without_frames()
+            raise
+
+    @contextmanager
+    def _measured_anew(self) -> Iterator[None]:
+        """Leaves out what was measured of a plan that another one takes the place of meanwhile."""
+        num_changes = self.live.in_effect.num_changes
+        yield
+        if self.live.in_effect.num_changes != num_changes:
+            self._clock.forget()
+            self._room.restart()

@@ -4,6 +4,8 @@ from memwall.session.measurements import Measurements
 
 _NUM_LEARNED = 3
 """Intervals between steps that are looked at: free pages that are returned have to be faulted in again by each step."""
+_SAVED_IN_TURN = 3
+"""Steps in a row after which a state dict was asked for: more of them keep an average of the weights, no checkpoint."""
 
 
 class RoomBetweenSteps:
@@ -19,6 +21,10 @@ class RoomBetweenSteps:
         self._used_bytes = 0
         self._held_bytes: int | None = None
         """Bytes that were held when the last step had ended; None where nothing is looked at."""
+        self.is_made = True
+        """Whether free memory was returned since the last step ended."""
+        self._saved_after = self._num_saved_in_turn = 0
+        """Step after which a state dict was asked for last, and after how many steps in a row."""
 
     def restart(self) -> None:
         """Looks anew: another plan is in effect."""
@@ -41,9 +47,24 @@ class RoomBetweenSteps:
         if self._num_learned < _NUM_LEARNED and meter.reset_peak():
             self._held_bytes = meter.now_bytes()
 
-    def look_away(self) -> None:
-        """Leaves this time out: a hook has seen what runs, and room was made for that."""
+    def begin_making(self) -> bool:
+        """Leaves this time out: a hook has seen what runs, and room is made for that.
+
+        Returns:
+            Whether none was made since the last step.
+        """
         self._held_bytes = None
+        was_made, self.is_made = self.is_made, True
+        return not was_made
+
+    def is_saved_in_turn(self) -> bool:
+        """Notes that a state dict is asked for; returns whether it is after step upon step: page faults cost time."""
+        num_steps = self._measured.num_steps
+        if num_steps > self._saved_after:
+            is_next = num_steps == self._saved_after + 1
+            self._num_saved_in_turn = self._num_saved_in_turn + 1 if is_next else 1
+            self._saved_after = num_steps
+        return self._num_saved_in_turn > _SAVED_IN_TURN
 
     def before_step(self) -> None:
         """Notes what was used since the last step."""

@@ -34,7 +34,7 @@ def left_after(used_mib: list[int], *, meter: Meter, seen: tuple[int, ...] = ())
         room.begin_looking()
         meter.most_bytes = (100 + used) * MIB
         if number in seen:
-            room.look_away()
+            room.begin_making()
         room.before_step()
     return left
 
@@ -63,3 +63,12 @@ def test_all_is_left_where_the_system_does_not_tell() -> None:
     meter = Meter()
     meter.can_reset = False
     assert left_after([0] * 5, meter=meter) == [64] * 5
+
+
+def test_a_state_dict_after_step_upon_step_is_no_checkpoint() -> None:
+    measured = Measurements(meter=Meter())  # type: ignore[arg-type]
+    room = RoomBetweenSteps(measured)
+    found = []
+    for measured.num_steps in (1, 2, 3, 4, 4, 7):
+        found.append(room.is_saved_in_turn())
+    assert found == [False, False, False, True, True, False]
