@@ -88,19 +88,19 @@ def _fully_sharded(model: nn.Module, ranks: RanksForecast, chosen: Fsdp2) -> nn.
     holders = Counter(parameter for unit in units for parameter in set(nn.Module.parameters(unit)))
     shared = {parameter for parameter, num_units in holders.items() if num_units > 1}
     per_node = ranks.network.size("node")
-    options: dict[str, Any] = {
-        "reshard_after_forward": {"yes": True, "no": False, "node": per_node}[chosen.reshard],
-    }
+    kept, others = chosen.kept_of(ranks.units), per_node if chosen.reshard == "node" else True
+    options: dict[str, Any] = {}
     if chosen.is_hybrid:
         options["mesh"] = init_device_mesh(
             _device_type(model), (ranks.network.num_nodes, per_node), mesh_dim_names=("replicate", "shard")
         )
     if chosen.is_offloaded:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    for unit in units:
-        fully_shard(unit, ignored_params=shared & set(nn.Module.parameters(unit)) or None, **options)
+    for path, unit in zip(ranks.units, units, strict=True):
+        left = shared & set(nn.Module.parameters(unit)) or None
+        fully_shard(unit, ignored_params=left, reshard_after_forward=False if path in kept else others, **options)
     # The root's parameters stay from its forward to the end of its backward whatever is said.
-    fully_shard(model, **options | {"reshard_after_forward": None})
+    fully_shard(model, reshard_after_forward=None, **options)
     return model
 
 

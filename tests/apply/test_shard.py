@@ -87,6 +87,8 @@ def test_accelerate_and_the_trainer_take_fsdp2_from_the_plan() -> None:
     assert compressed["kwargs_handlers"][0].comm_hook.value == "bf16"
     with pytest.raises(UsageError, match=r"Accelerate has no word for FSDP2, kept in the node"):
         ranked_plan(Fsdp2(reshard="node"), network_for(16)).accelerate_kwargs()
+    with pytest.raises(UsageError, match=r"the Trainer has no word for FSDP2, last 3 units kept gathered; divide the"):
+        trainer_sharding(ranked_plan(Fsdp2(num_kept=3), network_for(8)).forecast.ranks)
 
 
 @pytest.mark.slow

@@ -45,6 +45,10 @@ class OneKind:
         """Returns the same kind among other ranks."""
         return OneKind(self.kind, self._units, self._asked, network)
 
+    def of(self, kind: AnySharding) -> "OneKind":
+        """Returns another kind among the same ranks."""
+        return OneKind(kind, self._units, self._asked, self._network)
+
     @cached_property
     def cost(self) -> RankCost:
         """Returns the steady step of a rank, and what it costs besides."""

@@ -15,6 +15,7 @@ from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
 from memwall.planning.ranks.curve import curve_over_ranks
 from memwall.planning.ranks.forecast import RankChoice, RanksForecast
+from memwall.planning.ranks.kept_units import some_kept
 from memwall.planning.ranks.kinds import KINDS
 from memwall.planning.ranks.one_kind import OneKind
 from memwall.planning.ranks.rank_bytes import rank_bytes
@@ -62,10 +63,17 @@ def plan_ranks(
         if not one.is_searched and one.least_seconds * _AS_FAST < at_most:
             one.search()
             best = _fastest(open_kinds)
+    paths = tuple(unit.path for unit in units.of(units.steady) if not unit.is_root)
     if best is None:
         _settle_least(open_kinds)
         best = _inside_margin(open_kinds)
-    paths = tuple(unit.path for unit in units.of(units.steady) if not unit.is_root)
+    else:
+        for base in tuple(open_kinds):
+            kept = some_kept(base, len(paths), at_most=best.seconds() / _AS_FAST)
+            if kept is not None:
+                kinds.insert(kinds.index(base) + 1, kept)
+                open_kinds.insert(open_kinds.index(base) + 1, kept)
+        best = _fastest(open_kinds)
     classes = {module.path: module.class_name for module in trace.modules if not module.is_leaf}
     forecast = RanksForecast(
         network=network,

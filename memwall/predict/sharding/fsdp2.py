@@ -29,6 +29,8 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
 
     reshard: Reshard = "yes"
     """The value of `reshard_after_forward`: True, False, or the ranks of a node."""
+    num_kept: int = 0
+    """Of the units in order of forward so many last ones stay gathered, whatever the others do."""
     is_hybrid: bool = False
     """Whether a node holds all of the model, and nodes average their gradients (HSDP)."""
     is_offloaded: bool = False
@@ -42,7 +44,8 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
     def words(self) -> str:
         name = "HSDP" if self.is_hybrid else "FSDP2"
         how = {"yes": "", "no": ", kept gathered", "node": ", kept in the node"}[self.reshard]
-        return f"{name}{how}{', on the CPU' if self.is_offloaded else ''}"
+        last = f", last {self.num_kept} units kept gathered" if self.num_kept else ""
+        return f"{name}{how}{last}{', on the CPU' if self.is_offloaded else ''}"
 
     @property
     def needs_host(self) -> bool:
@@ -91,6 +94,17 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
             host_bytes=host_bytes,
         )
 
+    def kept_of(self, paths: tuple[str, ...]) -> frozenset[str]:
+        """Returns which units stay gathered from forward to backward.
+
+        Args:
+            paths: of all units but the root, in order of forward.
+        """
+        return frozenset(paths if self.reshard == "no" else paths[len(paths) - self.num_kept :])
+
+    def _stays(self, rank: RankStep, unit: ShardUnit) -> bool:
+        return unit.path in self.kept_of(tuple(each.path for each in rank.units if not each.is_root))
+
     @property
     def _group(self) -> Group:
         return "node" if self.is_hybrid else "all"
@@ -99,9 +113,9 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
         """Adds what a unit gathers in forward, and what of it stays until its backward."""
         whole_bytes, num = rank.nbytes(unit.parameters), network.size(self._group)
         rank.add(_padded(whole_bytes, num), call.start, next_start)
-        stays = self.reshard == "no" and call.backward_start >= 0
+        stays = self._stays(rank, unit) and call.backward_start >= 0
         rank.add(whole_bytes, call.start, _freed_at(call) if stays else call.end)
-        if self.reshard == "node" and call.backward_start >= 0:
+        if self.reshard == "node" and not stays and call.backward_start >= 0:
             rank.add(whole_bytes // network.size("node"), call.end, call.backward_start)
 
     def _backward(
@@ -109,7 +123,7 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
     ) -> None:
         """Adds what a unit gathers in backward, the gather of it while the one before computes, and its reduction."""
         whole_bytes, num = rank.nbytes(unit.parameters), network.size(self._group)
-        if self.reshard != "no":
+        if not self._stays(rank, unit):
             rank.add(_padded(whole_bytes, num), passes.prefetched_at(position), call.backward_start)
             rank.add(whole_bytes, call.backward_start, _freed_at(call))
         if not passes.is_last_of(unit, position):
@@ -148,10 +162,11 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
 
     def _seconds(self, rank: RankStep, root: ShardUnit, passes: Passes, network: Network) -> tuple[float, float]:
         """Returns the seconds of all collectives, and of those that no computation hides."""
-        again = [0.0 for _ in passes.backward]
-        if self.reshard != "no":
-            group: Group = "node" if self.reshard == "node" else self._group
-            again = [self._gather_seconds(rank, unit, network, group) for unit, _ in passes.backward]
+        group: Group = "node" if self.reshard == "node" else self._group
+        again = [
+            0.0 if self._stays(rank, unit) else self._gather_seconds(rank, unit, network, group)
+            for unit, _ in passes.backward
+        ]
         return passes.exposed(
             rank,
             at_root=self._gather_seconds(rank, root, network, self._group) + self._reduce_seconds(rank, root, network),

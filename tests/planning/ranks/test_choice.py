@@ -167,6 +167,28 @@ def test_gradients_are_averaged_in_bfloat16_where_that_is_allowed_and_the_link_i
     assert near.chosen != compressed
 
 
+def test_units_that_the_budget_has_room_for_stay_gathered_where_the_link_is_slow() -> None:
+    """GIVEN a budget between those of all units gathered again and of all kept THEN the last ones are kept, which makes
+    a step a tenth shorter; of a link that hides gathers none are."""
+    trace, link = traced(64), link_named("ethernet-25g")
+    network = network_of(A100, num_ranks=8, num_ranks_per_node=1, link=link)
+    two = OneKind(Fsdp2(num_kept=2), TraceUnits(trace), settings(GIB), network)
+    asked = settings(two.process.budget_for(two.plain_bytes))
+    made, ranks = plan_ranks(trace, asked, num_ranks=8, num_ranks_per_node=1, link=link)
+    assert made is not None
+    assert made.forecast.fits
+    assert isinstance(ranks.chosen, Fsdp2)
+    assert 2 <= ranks.chosen.num_kept < 4
+    none, every = (
+        next(one for one in ranks.choices if one.sharding == kind) for kind in (Fsdp2(), Fsdp2(reshard="no"))
+    )
+    assert not every.fits
+    assert (made.forecast.step_seconds or 0.0) < 0.9 * (none.step_seconds or 0.0)
+    assert none.reason.endswith(f"more a step than FSDP2, last {ranks.chosen.num_kept} units kept gathered")
+    _, near = plan_ranks(traced(262_144), asked, num_ranks=8, num_ranks_per_node=8, link=None)
+    assert not any(getattr(one.sharding, "num_kept", 0) for one in near.choices)
+
+
 def test_a_kind_that_is_never_chosen_is_planned_in_outline(monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN that ZeRO would change numerics THEN its plans are shown, but no integer program is solved for them."""
     trace = replace(traced(65_536), autocast="bfloat16")

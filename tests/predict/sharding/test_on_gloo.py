@@ -7,7 +7,7 @@ from rank_runs import found_by_ranks
 from sharded_runs import network_for, ranked_plan, workload
 
 from memwall.predict.curve import live_curve, live_peak_bytes
-from memwall.predict.sharding.fsdp2 import Fsdp2, Reshard
+from memwall.predict.sharding.fsdp2 import Fsdp2
 from memwall.predict.sharding.units import find_units
 from memwall.trace.steps import steady_step
 from memwall.trace.trace_builder import record
@@ -40,8 +40,8 @@ def losses(divided):
         found_losses.append(loss.item())
     return found_losses
 
-sharded = losses(lambda model: memwall.shard(model, memwall.Plan.load("yes.json")))
-peaks = {mode: measured(f"{mode}.json") for mode in ("yes", "no", *(("node",) if num_ranks > 2 else ()))}
+sharded = losses(lambda model: memwall.shard(model, memwall.Plan.load("some.json")))
+peaks = {mode: measured(f"{mode}.json") for mode in MODES}
 found(plain=losses(lambda model: model), sharded=sharded, **peaks)
 """
 
@@ -49,19 +49,21 @@ found(plain=losses(lambda model: model), sharded=sharded, **peaks)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_rank_of_fsdp2_holds_what_was_predicted(num_ranks: int, tmp_path: Path) -> None:
-    """GIVEN a model that `memwall.shard` divided, each way to reshard THEN standing bytes and the peak of the step are
-    predicted to a tenth of a percent, and under autocast the losses are those of one process, bit for bit."""
+    """GIVEN a model that `memwall.shard` divided, each way to reshard, of some units too, THEN standing bytes and the
+    peak of the step are predicted to a tenth of a percent, and under autocast losses are one process's to the bit."""
     trace = record(workload())
     step = steady_step(trace)
     network = network_for(num_ranks, max(2, num_ranks // 2))
-    modes: tuple[Reshard, ...] = ("yes", "no", "node") if num_ranks > 2 else ("yes", "no")
+    kinds = {"yes": Fsdp2(), "no": Fsdp2(reshard="no"), "some": Fsdp2(num_kept=3)}
+    if num_ranks > 2:
+        kinds |= {"node": Fsdp2(reshard="node"), "some or node": Fsdp2(reshard="node", num_kept=2)}
     units = tuple(unit.path for unit in find_units(trace, step) if not unit.is_root)
-    for mode in modes:
-        ranked_plan(Fsdp2(reshard=mode), network, units=units).save(tmp_path / f"{mode}.json")
-    measured = found_by_ranks(num_ranks, SCRIPT, tmp_path)
+    for name, kind in kinds.items():
+        ranked_plan(kind, network, units=units).save(tmp_path / f"{name}.json")
+    measured = found_by_ranks(num_ranks, f"MODES = {tuple(kinds)}\n{SCRIPT}", tmp_path)
     assert all(of_rank["sharded"] == of_rank["plain"] for of_rank in measured)
-    for mode in modes:
-        rank = Fsdp2(reshard=mode).cost(trace, step, find_units(trace, step), network).step
+    for name, kind in kinds.items():
+        rank = kind.cost(trace, step, find_units(trace, step), network).step
         before = int(live_curve(rank.storages, len(rank.ops), device="cpu")[-1])
         for of_rank in measured:
-            assert of_rank[mode] == pytest.approx([before, live_peak_bytes(rank, "cpu")], rel=1e-3)
+            assert of_rank[name] == pytest.approx([before, live_peak_bytes(rank, "cpu")], rel=1e-3)
