@@ -15,6 +15,7 @@ from memwall.apply.effect import Effect
 from memwall.apply.optimizer_state.gradient_hooks import OwnHook
 from memwall.apply.technique import Handler, Target
 from memwall.trace.attached import forward_of
+from memwall.trace.together import models_of
 
 B = TypeVar("B", bound=Any)
 
@@ -89,9 +90,9 @@ class BlockHandler(Handler[B]):
             self._layer.set_proving(is_proving)
 
     def effect(self, target: Target) -> BlockEffect | None:
-        """Watches the block. The model as one block is wrapped while it is being called: that call says nothing."""
+        """Watches the block. A model as one block may be wrapped while it is being called: that call says nothing."""
         module, _ = target.blocks.wrapped(self.action.block)
-        return None if module is target.model else self.watches(self.action, target)
+        return None if any(module is model for model in models_of(target.model)) else self.watches(self.action, target)
 
 
 def _own_weight(model: nn.Module, block: nn.Module) -> nn.Parameter | None:

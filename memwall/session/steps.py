@@ -33,6 +33,7 @@ from memwall.session.watch.growth import GrowthWatch
 from memwall.session.watch.room import RoomBetweenSteps
 from memwall.session.watch.step_metrics import StepLog
 from memwall.torch_internals.dispatch import end_stand_in, out_of_inference_mode
+from memwall.trace.attached import forward_of
 from memwall.trace.together import models_of
 
 State = Literal["waiting", "recording", "recorded", "running", "closed"]
@@ -91,6 +92,8 @@ class Steps:
         """Steps whose effects were looked at: once in each, when all that it called has been stepped."""
         self._is_applied_inside = False
         """Whether the present plan was applied from a closure of the optimizer step that runs."""
+        self._called_before_plan: nn.Module | None = None
+        """The model from whose call a plan was applied: that call has looked its forward up already."""
         self._room = RoomBetweenSteps(self.measured)
         self._joint: JointParts | None = None
         self._is_joint_known = False
@@ -266,6 +269,9 @@ class Steps:
         Raises:
             OutOfMemoryError: memory ran out, and no plan needs less.
         """
+        called_before_plan, self._called_before_plan = self._called_before_plan, None
+        if called_before_plan is model:
+            return forward_of(model)(*args, **kwargs)  # which comes here again, through what the plan has put around it
         self._smaller.begin_forward(model, input_shape(args, kwargs))
         try:
             return self._forwards.run(model, forward, args, kwargs)
@@ -325,6 +331,9 @@ class Steps:
             self._clock.forget()
             self._room.restart()
             self._is_applied_inside = self.borders.in_optimizer  # too late for an optimizer that steps already
+            called, applied = self.borders.called, self.live.in_effect.applied
+            if self.borders.in_first_forward and called is not None and applied is not None:
+                self._called_before_plan = called if applied.blocks.treats(called) else None
         if self.live.in_effect.applied is not None:
             if self._room.is_made:  # malloc may keep what a save or an evaluation has freed
                 self.live.in_effect.allocator.trim(generation=1)
