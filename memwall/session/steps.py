@@ -409,7 +409,7 @@ class Steps:
 
     def _awaits_turns(self) -> bool:
         """Tells whether a plan would be of some of the models alone, as of a critic before its generator's turn."""
-        if self.live.plans_alone or self.live.ranks is not None:
+        if self.live.plans_alone or self.live.ranks is not None or self.borders.is_stepped_by_hand:
             return False
         is_whole = self._first_turns.are_whole(models_of(self.borders.attached_model), self.borders.stepped)
         if not is_whole:

@@ -90,6 +90,25 @@ def test_a_teacher_that_no_optimizer_holds_is_not_trained(found_with: Found) -> 
     del optimizer
 
 
+@pytest.mark.parametrize("in_one", [False, True], ids=["each by itself", "all in one"])
+def test_a_model_whose_copies_are_trained_is_stepped_by_hand(in_one: bool, found_with: Found) -> None:
+    model = nn.Linear(3, 3).bfloat16()
+    copies = [parameter.detach().float() for parameter in model.parameters()]
+    copies = [torch.cat([copy.flatten() for copy in copies])] if in_one else copies
+    optimizer = torch.optim.SGD([copy.requires_grad_() for copy in copies], lr=0.1)
+    found = found_with(model)
+    assert (found.is_trained, found.has_optimizer, found.models) == (True, False, (model,))
+    assert optimizer.param_groups
+
+
+def test_a_network_through_which_an_image_is_trained_is_none_of_the_script_s(found_with: Found) -> None:
+    """GIVEN an optimizer of fewer numbers than a network has WHEN that is called THEN it measures a loss."""
+    network, image = nn.Linear(8, 8), torch.ones(8, requires_grad=True)
+    optimizer = torch.optim.SGD([image], lr=0.1)
+    assert not found_with(network).is_trained
+    assert optimizer.param_groups
+
+
 def test_a_frozen_network_that_a_transform_calls_is_not_trained(found_with: Found) -> None:
     """GIVEN an optimizer of tensors that no module holds WHEN torch.func calls a frozen network THEN it is no model."""
     optimizer = torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1)

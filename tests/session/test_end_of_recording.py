@@ -9,6 +9,7 @@ from torch import nn
 import memwall
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.session.live_plan import LivePlan
+from memwall.session.session import Session
 from memwall.torch_internals.dispatch import active_dispatch_modes
 from memwall.trace.step_recorder import StepRecorder
 from memwall.trace.trace_builder import TraceBuilder
@@ -92,3 +93,21 @@ def test_a_plan_is_made_and_applied_out_of_an_evaluations_inference_mode(monkeyp
             model(torch.randn(4, 8))
             assert torch.is_inference_mode_enabled()
     assert seen == [False]
+
+
+def test_one_step_without_an_optimizer_is_enough_to_plan_from() -> None:
+    """GIVEN a loop that changes parameters itself WHEN its second step begins THEN a plan stands."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    session = Session(budget_bytes=1 << 40)
+    session.attach(model, None, is_stepped_by_hand=True)
+    seen = []
+    with session:
+        for _ in range(3):
+            loss = model(torch.ones(2, 4)).sum()
+            seen.append(session.plan is not None)
+            loss.backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+                parameter.grad = None
+    assert seen == [False, True, True]

@@ -21,9 +21,9 @@ class TrainedModels(Struct, frozen=True, kw_only=True):
     models: tuple[nn.Module, ...]
     """The module, and those that hold the other parameters of the script's optimizers."""
     is_trained: bool
-    """Whether an optimizer holds a parameter of the module; without any optimizer it counts as trained."""
+    """Whether an optimizer holds a parameter of the module; without any optimizer of modules it counts as trained."""
     has_optimizer: bool
-    """Whether any optimizer is alive that holds a parameter of a module."""
+    """Whether any optimizer is alive that is not for copies alone, which a script carries back by hand."""
     of_copies: tuple[torch.optim.Optimizer, ...] = ()
     """Those that train what the module is called with in place of its parameters."""
 
@@ -51,6 +51,8 @@ def trained_with(
         # Of an earlier part of the script, cycles may be left that nobody holds any more.
         optimizers, modules = _alive(foreign, without_garbage=True)
         trained = _parameters_of(optimizers)
+    if not trained.keys() & held and _are_carried_back(called, optimizers, modules):
+        trained = {}  # the loop itself changes the model's parameters, and that ends its steps
     is_trained = not trained or any(id(parameter) in trained for parameter in called.parameters())
     of_copies = _of_copies(called, optimizers, modules)
     found += _others(modules, found, [number for number in trained if number not in held])
@@ -98,6 +100,23 @@ def _of_copies(
     shapes = [parameter.shape for parameter in called.parameters() if parameter.requires_grad]
     is_trained = bool(shapes) and set().union(*(found for _, found in left)).issuperset(shapes)
     return [optimizer for optimizer, found in left if found] if is_trained else []
+
+
+def _are_carried_back(
+    called: nn.Module, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[nn.Module]
+) -> bool:
+    """Tells whether optimizers train tensors of no module, enough for copies of all that a model's gradients are of.
+
+    Mixed precision by hand does that: float32 copies of a bfloat16 model, each by itself or all in one.
+    """
+    if execution_is_transformed() or any(not isinstance(given, nn.Parameter) for given in called.parameters()):
+        return False  # called with the copies themselves
+    trained = {id(p): p for one in optimizers for group in getattr(one, "param_groups", ()) for p in group["params"]}
+    if any(id(parameter) in trained for module in modules for parameter in module.parameters(recurse=False)):
+        return False
+    num_asked = sum(parameter.numel() for parameter in called.parameters() if parameter.requires_grad)
+    num_trained: int = sum(parameter.numel() for parameter in trained.values())
+    return num_trained >= num_asked > 0
 
 
 def _others(modules: Iterable[nn.Module], found: Iterable[nn.Module], trained: Sequence[int]) -> list[nn.Module]:
