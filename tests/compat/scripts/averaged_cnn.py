@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-WIDTH, BATCH, SIZE, EPOCHS, STEPS = 48, 24, 48, 2, 4
+WIDTH, BATCH, SIZE, EPOCHS, STEPS = 24, 192, 48, 2, 3
 
 
 class Block(nn.Module):

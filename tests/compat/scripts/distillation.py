@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-BATCH, LENGTH, STEPS = 48, 64, 5
+BATCH, LENGTH, STEPS = 128, 64, 4
 
 
 def network(width, depth):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, grad
 
 torch.manual_seed(0)
-WIDTH, BATCH, STEPS = 512, 2048, 5
+WIDTH, BATCH, STEPS = 512, 18432, 4
 model = nn.Sequential(
     nn.Linear(32, WIDTH), *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)), nn.Linear(WIDTH, 10)
 )

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, grad
 
 torch.manual_seed(0)
-WIDTH, TASKS, SHOTS, STEPS, INNER = 384, 5, 1024, 3, 0.01
+WIDTH, TASKS, SHOTS, STEPS, INNER = 384, 5, 4096, 3, 0.01
 
 model = nn.Sequential(nn.Linear(1, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 optimizer = torch.optim.Adam(model.parameters(), 1e-3)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(1)
-WIDTH, BATCH, STEPS, DEPTH, KEPT = 256, 32, 10, 8, 0.6
+WIDTH, BATCH, STEPS, DEPTH, KEPT = 256, 144, 6, 8, 0.6
 
 
 class Block(nn.Module):
