@@ -26,5 +26,7 @@ for _ in range(STEPS):
     loss.backward()
     for optimizer in optimizers:
         optimizer.step()
-weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-print("weights", hashlib.sha256(weights).hexdigest())
+digest = hashlib.sha256()
+for parameter in model.parameters():
+    digest.update(parameter.detach().numpy())
+print("weights", digest.hexdigest())
