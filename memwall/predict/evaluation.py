@@ -62,13 +62,22 @@ def _is_in_half_precision(trace: Trace) -> bool:
 
 
 def _without_autocast(storages: tuple[Storage, ...]) -> tuple[Storage, ...]:
-    """Returns storages as they are without autocast: results in half precision are then in single precision."""
-    passing = [one.dtype in HALF_PRECISION and one.birth >= 0 for one in storages]
-    # Those that do not grow with the batch are copies of weights.
+    """Returns storages as they are without autocast: results in half precision are then in single precision.
+
+    What operators hold for themselves, such as a convolution's copy of its input in another layout, doubles with them.
+    """
+    # Results that do not grow with the batch are copies of weights.
     return tuple(
-        msgspec.structs.replace(one, nbytes=2 * one.nbytes if one.batched else 0) if is_low else one
-        for one, is_low in zip(storages, passing, strict=True)
+        msgspec.structs.replace(one, nbytes=2 * one.nbytes if one.batched else 0)
+        if one.birth >= 0 and (one.dtype in HALF_PRECISION or _is_workspace(one))
+        else one
+        for one in storages
     )
+
+
+def _is_workspace(storage: Storage) -> bool:
+    """Returns whether an operator holds bytes for itself alone, which grow with its inputs."""
+    return storage.dtype == "uint8" and storage.batched and storage.death <= storage.birth + 1
 
 
 def _without_gates(step: Step, names: Sequence[str]) -> Step:

@@ -119,3 +119,29 @@ class _LastOf(nn.Module):
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         return self.layer(data)[0][:, -1]  # type: ignore[no-any-return]
+
+
+def test_an_evaluation_without_autocast_holds_larger_copies_within_convolutions() -> None:
+    """GIVEN convolutions under autocast WHEN an evaluation is foreseen without THEN its forward holds no more."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch).float().mean()
+
+    model = nn.Sequential(*(nn.Conv2d(24, 24, 3, 1, 1, bias=False) for _ in range(3)))
+    workload = memwall.Workload(
+        model=lambda: model,
+        batch=lambda: torch.zeros(64, 24, 48, 48),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    trace = msgspec.structs.replace(memwall.record(workload, num_steps=1), base_bytes=0, workspace_bytes=0)
+    foreseen = evaluation_bytes(trace, trace.steps[0], batch=64, may_lack_autocast=True)
+    assert begin_watching_allocations()
+    with torch.no_grad():
+        model(torch.zeros(64, 24, 48, 48))
+    live, most = 0, 0
+    for num_bytes in end_watching_allocations():
+        live += num_bytes
+        most = max(most, live)
+    assert most <= foreseen <= 1.2 * most
