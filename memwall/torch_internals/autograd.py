@@ -45,6 +45,23 @@ Raises NotAvailableError without it, where a changed tensor would otherwise go u
 inference mode, as torch does.
 """
 
+_set_versions = find("torch._C._autograd._unsafe_set_version_counter", "seeing that writes to two tensors count as one")
+
+
+def are_counted_together(one: Tensor, other: Tensor) -> bool:
+    """Returns whether writes to either tensor raise the version of both; False where this torch does not tell.
+
+    Tensors of one memory need not be: those that `unsafe_chunk` returns have a counter each.
+    """
+    version = version_of(one)
+    if _set_versions is None or version_of(other) != version:
+        return False
+    _set_versions((one,), (version + 1,))
+    is_raised = version_of(other) != version
+    _set_versions((one,), (version,))
+    return is_raised
+
+
 _top_hooks = function(
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "proving what a block saves inside of others' hooks",

@@ -68,6 +68,10 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
         "torch.autograd._get_sequence_nr": (lambda door: door.next_sequence_number(), RAISES),
         "torch._C._current_graph_task_id": (lambda door: door.current_backward(), RAISES),
         "torch.Tensor._version": (lambda door: door.version_of(leaf()), RAISES),
+        "torch._C._autograd._unsafe_set_version_counter": (
+            lambda door: door.are_counted_together(leaf(), leaf()),
+            False,
+        ),
         "torch._C._autograd._top_saved_tensors_default_hooks": (
             lambda door: door.innermost_saved_tensor_hooks(),
             RAISES,

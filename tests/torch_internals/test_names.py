@@ -77,6 +77,15 @@ def test_a_version_counts_writes_also_by_views() -> None:
     assert autograd.version_of(tensor) == before + 1
 
 
+def test_tensors_of_one_memory_tell_whether_their_writes_count_together() -> None:
+    tensor = torch.ones(4)
+    assert autograd.are_counted_together(tensor, tensor[:2])
+    assert autograd.are_counted_together(tensor, tensor.detach()[2:])
+    assert not autograd.are_counted_together(*tensor.unsafe_chunk(2))
+    assert not autograd.are_counted_together(tensor, tensor.data)
+    assert tensor._version == 0
+
+
 def test_the_innermost_hooks_and_those_on_gradients_are_shown() -> None:
     def pack(tensor: Tensor) -> Tensor:
         return tensor

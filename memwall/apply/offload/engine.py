@@ -26,7 +26,7 @@ from memwall.store.disk_tier import ByteRange, DiskTier, StorageTier
 from memwall.store.pinned_arena import NoPinnedRoomError
 from memwall.store.pinned_tier import PinnedTier
 from memwall.store.transfer import TransferPool
-from memwall.torch_internals.autograd import execution_is_transformed, version_of
+from memwall.torch_internals.autograd import are_counted_together, execution_is_transformed, version_of
 from memwall.torch_internals.compiler import has_compiler, unseen
 from memwall.torch_internals.saved import Kept, check_unmodified, described, quiet
 from memwall.torch_internals.storages import StorageWeakRef, identity_of
@@ -187,11 +187,13 @@ class ActivationOffload(Closing):
             entry = self._by_range.get(place)
             if entry is None and form != "exact":
                 entry = self._by_range.get((*place, form, tensor.dtype))
+            if entry is not None and not are_counted_together(entry.guard, guard):
+                entry = self._with_present_bytes(entry, tensor, guard)
             if entry is None:
                 if not can_leave_packed(tensor, end - start):
                     form = "exact"
                 try:
-                    entry = self._park(tensor, storage, start, end, place, form)
+                    entry = self._park(tensor, guard, start, end, place, form)
                 except NoPinnedRoomError as error:
                     self.refusal = self.refusal or str(error)
                     if counts is not None:
@@ -286,13 +288,13 @@ class ActivationOffload(Closing):
     def _park(
         self,
         tensor: Tensor,
-        storage: torch.UntypedStorage,
+        guard: Tensor,
         start: int,
         end: int,
         place: tuple[Hashable, ...],
         form: LeavingForm,
     ) -> Entry:
-        group = self._group.key
+        group, storage = self._group.key, tensor.untyped_storage()
         label = described(tensor.dtype, tensor.shape, group)
         tier: StorageTier[Any, Any] = self._tier(tensor.device)
         key = place
@@ -308,11 +310,28 @@ class ActivationOffload(Closing):
             key=key,
             group=group,
             source=StorageWeakRef(storage),
+            guard=guard,
         )
         self._entries.append(entry)
         self._by_range[key] = entry
         self._groups.setdefault(group, {})[entry] = None
         self._moved_bytes += entry.parked.num_bytes
+        return entry
+
+    def _with_present_bytes(self, entry: Entry, tensor: Tensor, guard: Tensor) -> Entry | None:
+        """Sends the range of an entry away anew, for a part of it whose writes another counter counts.
+
+        So are the gates of a recurrent cell, which torch makes in place one after the other. Parts that were saved
+        before have not changed, or their own counters say so. Returns None where the range is on its way back already,
+        or leaves packed, as a whole: then it takes another entry.
+        """
+        if entry.load is not None or entry.restored_buffer() is not None or isinstance(entry.tier, PackedTier):
+            return None
+        old = entry.parked
+        source = ByteRange(tensor.untyped_storage(), entry.start, entry.num_bytes)
+        entry.parked, entry.guard = entry.tier.park(source, entry.label), guard
+        self._moved_bytes += entry.parked.num_bytes
+        entry.tier.release(old)
         return entry
 
     def _restore(self, saved: Saved) -> Tensor:
