@@ -9,7 +9,7 @@ from torch import nn
 
 torch.manual_seed(0)
 torch._functorch.config.activation_memory_budget = 0.5
-WIDTH, TOKENS, BATCH, LAYERS, STEPS = 192, 64, 256, 6, 5
+WIDTH, TOKENS, BATCH, LAYERS, STEPS = 192, 64, 96, 6, 5
 
 
 class Mixer(nn.Module):
