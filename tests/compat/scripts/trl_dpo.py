@@ -33,7 +33,7 @@ model = LlamaForCausalLM(
         vocab_size=len(words),
         hidden_size=192,
         intermediate_size=576,
-        num_hidden_layers=12,
+        num_hidden_layers=36,
         num_attention_heads=4,
         max_position_embeddings=256,
         pad_token_id=0,
@@ -45,7 +45,7 @@ trainer = DPOTrainer(
     model=model,
     args=DPOConfig(
         "out",
-        per_device_train_batch_size=10,
+        per_device_train_batch_size=6,
         max_length=128,
         max_steps=3,
         learning_rate=1e-3,
