@@ -132,17 +132,26 @@ class NoEffectError(ApplyError):
 
 
 class NotExactError(ApplyError):
-    """An action gave other bits than it says, and the step could not be put right; no parameter has changed by it.
+    """An action gave other bits than it says, and the step could not be put right.
 
     Attributes:
         action: which one, and where it acts.
         found: what differs.
     """
 
-    def __init__(self, *, action: str, found: str) -> None:
+    def __init__(self, *, action: str, found: str, way_out: str = "") -> None:
+        """Says so.
+
+        Args:
+            way_out: what to do; by default no parameter has changed by it, and the plan is to be made without it.
+        """
         super().__init__(
-            f"{action} changes the training, though it says that it does not: {found}. The run ends before a gradient "
-            "of this step is used; make the plan without it, or report it with the model"
+            f"{action} changes the training, though it says that it does not: {found}. "
+            + (
+                way_out
+                or "The run ends before a gradient of this step is used; make the plan without it, or report it with "
+                "the model"
+            )
         )
         self.action, self.found = action, found
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from memwall.apply.blocks.executor import BlockLayer
 from memwall.apply.effect import Effect
-from memwall.apply.optimizer_state.gradient_hooks import OwnHook
 from memwall.apply.technique import Handler, Target
 from memwall.trace.attached import forward_of
+from memwall.trace.gradient_hooks import OwnHook
 from memwall.trace.together import models_of
 
 B = TypeVar("B", bound=Any)

@@ -295,6 +295,13 @@ def allowed(allow: Sequence[str]) -> Iterator[tuple[Technique[Any], type[Handler
             yield technique, registered()[technique.tag]
 
 
+def usable(allow: Sequence[str]) -> Iterator[tuple[Technique[Any], type[Handler[Any]]]]:
+    """Yields the techniques that need no word of --allow, or have it, each with what applies it."""
+    for technique in techniques():
+        if not technique.allow or technique.allow in allow:
+            yield technique, registered()[technique.tag]
+
+
 def tag_of(action: Struct) -> str:
     """Returns what a plan file calls an action."""
     return str(action.__struct_config__.tag)

@@ -33,6 +33,9 @@ class Location(Struct, frozen=True, kw_only=True):
     keeps_tier_busy: bool = False
     """Whether bytes pass all through forward and backward: then saved tensors stay and the batch stays whole."""
 
+    keeps_batch_whole: bool = False
+    """Whether the batch cannot be divided besides."""
+
     @property
     def seconds(self) -> float:
         """Returns the seconds that a step takes longer."""
@@ -56,6 +59,7 @@ class Location(Struct, frozen=True, kw_only=True):
             built_bytes=max(self.built_bytes, other.built_bytes),
             paged_bytes=self.paged_bytes + other.paged_bytes,
             keeps_tier_busy=self.keeps_tier_busy or other.keeps_tier_busy,
+            keeps_batch_whole=self.keeps_batch_whole or other.keeps_batch_whole,
         )
 
 

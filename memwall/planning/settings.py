@@ -29,6 +29,8 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Whether the process had torchao loaded when the step was recorded."""
     parameters_stay: str = ""
     """Why the model's parameters cannot be on disk between their uses; "" where nothing is known against it."""
+    not_here: tuple[tuple[str, str], ...] = ()
+    """Techniques, by tag, that what steps the model rules out, and why."""
     is_built_on_disk: bool = False
     """Whether parameters go to disk as they are made, so that building the model needs no room for all of them."""
     lost: tuple[tuple[str, str], ...] = ()

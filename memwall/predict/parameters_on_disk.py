@@ -109,7 +109,7 @@ def with_parameters_on_disk(step: Step, modules: Sequence[Module], away: Away, *
     storages = list(step.storages)
     for index in away.users:
         storages[index] = msgspec.structs.replace(storages[index], nbytes=0)
-    last_uses = _last_uses(step, away.gradients)
+    last_uses = last_gradient_uses(step, away.gradients)
     for index in away.gradients:
         storage = storages[index]
         end = last_uses[index] + 1
@@ -292,7 +292,7 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _last_uses(step: Step, gradients: Sequence[int]) -> dict[int, int]:
+def last_gradient_uses(step: Step, gradients: Sequence[int]) -> dict[int, int]:
     """Returns the last operation that each gradient takes part in of the backward that makes it."""
     found = {index: max(step.storages[index].birth, 0) for index in gradients}
     present: set[int] = set()

@@ -11,7 +11,7 @@ import msgspec
 
 from memwall.apply.optimizer_state.state_keeper import can_place
 from memwall.apply.streaming.open_streaming import why_not_streamed
-from memwall.apply.technique import allowed
+from memwall.apply.technique import allowed, usable
 from memwall.errors import InfeasibleError, MemwallError, PlanError
 from memwall.machine.meter import CudaMeter
 from memwall.patches import undo_all
@@ -377,7 +377,9 @@ class LivePlan:
     def _present_settings(self) -> Settings:
         """Returns what the user asked for, and what of it this loop, its model and its optimizers allow."""
         model, optimizers = self._borders.attached_model, self._borders.optimizers
-        refused = {one.allow for one, handler in allowed(self.settings.allow) if handler.why_not_here(optimizers)}
+        reasons = ((one, handler.why_not_here(optimizers)) for one, handler in usable(self.settings.allow))
+        not_here = {one: reason for one, reason in reasons if reason}
+        refused = {one.allow for one in not_here if one.allow}
         here = self.in_effect
         is_above_host = here.host_limit_bytes is not None  # what the user said of the disk is not said of host memory
         meter = self._measured.meter
@@ -389,6 +391,7 @@ class LivePlan:
             tier_capacity_bytes=here.host_limit_bytes if is_above_host else here.disk_capacity_bytes,
             allow_accumulation=here.is_cooperative,
             held=held,
+            not_here=tuple((one.tag, reason) for one, reason in not_here.items()),
             can_move_state=can_place(optimizers),
             is_built_on_disk=here.parameters.is_watching and here.parameters.away_bytes > 0,
             parameters_stay=why_not_streamed(model, optimizers)

@@ -23,7 +23,6 @@ from memwall.apply.blocks.digests import pieces
 from memwall.apply.blocks.held_values import is_generator
 from memwall.apply.memory.exhaustion import is_exhaustion
 from memwall.apply.microbatch import MicroBatches, count_terms, num_samples, take
-from memwall.apply.optimizer_state.gradient_hooks import has_foreign_hook
 from memwall.apply.precision import leaves
 from memwall.apply.streaming.guard import GuardedParameter
 from memwall.apply.streaming.stream_units import hooked_parameters
@@ -34,6 +33,7 @@ from memwall.checkpoint.training_state import random_states, restore_random_stat
 from memwall.errors import MemwallError, NotExactError
 from memwall.machine.process_group import num_processes
 from memwall.session.step_state import StepState
+from memwall.trace.gradient_hooks import has_foreign_hook
 
 ROUNDING_RATIO = 1e-3
 """The most that gradients of the same mathematics differ by in single precision, as a share of their norm."""

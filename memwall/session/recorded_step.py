@@ -21,6 +21,7 @@ from memwall.apply.optimizer_state.state_keeper import StateKeeper, stepping_byt
 from memwall.apply.streaming.open_streaming import is_streamed
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import InRecording, allowed
+from memwall.checkpoint.discovery import find_optimizers, objects_of
 from memwall.errors import MemwallError
 from memwall.machine.meter import meter_of
 from memwall.machine.process_group import num_processes
@@ -128,7 +129,12 @@ class RecordedStep:
         )
         # To look at parameters does not bring them in.
         with self._keeper.shown(), without_subclass_functions():
-            self._builder.start_step(optimizers, running_root=self._called, begins_step=self._begins_step)
+            self._builder.start_step(
+                optimizers,
+                running_root=self._called,
+                begins_step=self._begins_step,
+                find_optimizers=lambda: find_optimizers(self._model, objects_of((torch.optim.Optimizer,))),
+            )
         self._parameters.follow(self._builder.stands_for)
         if any(optimizer.state for optimizer in optimizers):
             # The step needs room for gradients and for moving tensors, beside the state that is there.

@@ -149,6 +149,10 @@ class EventLog:
         index = self._find(tensor)
         return self.storages[index].category if index >= 0 else None
 
+    def index_of(self, tensor: Tensor) -> int:
+        """Returns the number of a tensor's storage; a negative one where nothing is known of it."""
+        return self._find(tensor)
+
     def alias(self, tensor: Tensor, saved_index: int) -> None:
         """Says that this tensor holds the bytes of a saved one that had been moved away."""
         if saved_index >= len(self.savings):  # forgotten

@@ -115,6 +115,16 @@ class Module(Struct, frozen=True, array_like=True):
     parameter_bytes: int
 
 
+class GradientUse(Struct, frozen=True, array_like=True):
+    """What a step does with gradients once backward has made them."""
+
+    reason: str
+    """Why all of them have to be there when the optimizer begins; "" where it could use each at once."""
+    waiting: tuple[tuple[str, int], ...]
+    """Names of parameters that are read after their gradient is there, or whose gradient gets a further term then,
+    with the bytes of these gradients: they have to wait for the optimizer."""
+
+
 class Step(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything one optimizer step did to memory, as it would be in a plain step."""
 
@@ -133,6 +143,8 @@ class Step(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The process's own high-water mark over the recorded step; 0 where none can be read."""
     launch_seconds: float = 0.0
     """Seconds that the host takes to issue an operation of a device that works behind it; 0 where none does."""
+    gradient_use: GradientUse | None = None
+    """Says what becomes of gradients; None where that was not watched."""
 
 
 class Trace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

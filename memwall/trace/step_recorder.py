@@ -32,12 +32,13 @@ from memwall.trace.attached import attach_hook
 from memwall.trace.device_timer import DeviceTimer
 from memwall.trace.event_log import EventLog
 from memwall.trace.gathered import Gathered
+from memwall.trace.gradient_watch import GradientWatch
 from memwall.trace.left_out.python_numbers import python_numbers
 from memwall.trace.modules import ModuleTable, as_moved
 from memwall.trace.op_work import OpWork, own_work_of, work_of
 from memwall.trace.operator_arguments import numbers_among, tensors_among, written_among
 from memwall.trace.optimizers import Optimizers, optimizers_of
-from memwall.trace.records import Phase
+from memwall.trace.records import GradientUse, Phase
 from memwall.trace.recurrent import plain_layers
 from memwall.trace.source_lines import SourceLines, StepLines
 from memwall.trace.together import models_of
@@ -84,6 +85,7 @@ class StepRecorder(StepMode):
         lines: the user's lines met so far, to be shared between steps.
         begins_step: tells whether a call of a root, with gradients on, is the next step's; by default that is so once
             an optimizer has stepped.
+        find_optimizers: returns what is going to step the roots; asked where `start` is told none.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class StepRecorder(StepMode):
         seconds_of: Callable[[OpWork], float] | None = None,
         lines: SourceLines | None = None,
         begins_step: Callable[[nn.Module], bool] | None = None,
+        find_optimizers: Callable[[], Optimizers] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seconds_of = seconds_of
@@ -111,6 +114,10 @@ class StepRecorder(StepMode):
         """Whether a root's forward took random numbers of Python's, or of numpy's."""
         self._numbers: Hashable = None
         self._begins_step = begins_step or (lambda _: self.num_optimizer_steps > 0)
+        self._find_optimizers = find_optimizers or (lambda: None)
+        self._gradients: GradientWatch | None = None
+        self.gradient_use: GradientUse | None = None
+        """Says what became of gradients, once the recording has ended well."""
         self._paused = 0
         self._patches = Patches("records a step")
         self._saved_hooks: SavedTensorHooksBeneath | None = None
@@ -142,6 +149,9 @@ class StepRecorder(StepMode):
                 self.log.put_together([local_part(weight) for weight in weights])
         for tensor in _state_of(optimizers):
             self.log.existing(tensor, "optimizer_state")
+        self._gradients = GradientWatch(self.table.roots, self.log, lambda: optimizers or self._find_optimizers())
+        self._gradients.begin()
+        self._patches.add("hook", "gradients of parameters", self._gradients.end)
         self._follow_modules()
         self._patches.enter("setting", "torch.compile", calls_as_one())
         self._patches.hook(register_optimizer_step_pre_hook, self._enter_optimizer)
@@ -194,6 +204,8 @@ class StepRecorder(StepMode):
             self.log.categorise(tensor, "optimizer_state")
         if not self.log.ops:
             raise TraceError("the recorded step ran no tensor operation; nothing can be planned from it")
+        gradients, self._gradients = self._gradients, None
+        self.gradient_use = None if gradients is None else gradients.settled()
         return self.log
 
     @contextmanager
@@ -287,6 +299,8 @@ class StepRecorder(StepMode):
             self.draws_in_python |= python_numbers() != self._numbers
 
     def _enter_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._gradients is not None:
+            self._gradients.optimizer_begins(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

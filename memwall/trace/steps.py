@@ -6,7 +6,7 @@ import msgspec
 
 from memwall.trace.event_log import EventLog, LoggedStorage
 from memwall.trace.modules import ModuleTable
-from memwall.trace.records import Category, ModuleCall, Op, SavedTensor, Step, Storage, Trace
+from memwall.trace.records import Category, GradientUse, ModuleCall, Op, SavedTensor, Step, Storage, Trace
 
 
 def build_step(
@@ -17,6 +17,7 @@ def build_step(
     kind: str,
     wall_seconds: float,
     process_peak_bytes: int,
+    gradient_use: GradientUse | None = None,
 ) -> Step:
     """Returns the records of a step as it would be without parking.
 
@@ -89,6 +90,7 @@ def build_step(
         wall_seconds=wall_seconds,
         process_peak_bytes=process_peak_bytes,
         launch_seconds=log.launch_seconds,
+        gradient_use=gradient_use,
     )
 
 

@@ -91,17 +91,26 @@ class TraceBuilder:
         *,
         running_root: nn.Module | None = None,
         begins_step: Callable[[nn.Module], bool] | None = None,
+        find_optimizers: Callable[[], Optimizers] | None = None,
     ) -> None:
         """Begins to record a step.
 
         Args:
             running_root: the root whose forward is about to begin, if one is.
-            begins_step: see `StepRecorder`.
+            begins_step, find_optimizers: see `StepRecorder`.
         """
         states = [optimizer.state for optimizer in optimizers_of(optimizers)]
         self._had_state = bool(states) and all(states)
         self._gradients_persist = any(p.grad is not None for root in self.roots for p in root.parameters())
-        recorder = StepRecorder(self.roots, self._parking, self._workspaces, self._seconds_of, self._lines, begins_step)
+        recorder = StepRecorder(
+            self.roots,
+            self._parking,
+            self._workspaces,
+            self._seconds_of,
+            self._lines,
+            begins_step,
+            find_optimizers,
+        )
         is_first = not self._steps and not self._is_fake
         if is_first:  # once: the pages returned cost the step that needs them again
             # Cycles that have grown old before the run are part of what it begins with.
@@ -175,6 +184,7 @@ class TraceBuilder:
             kind="steady" if self._had_state else "first",
             wall_seconds=wall_seconds,
             process_peak_bytes=peak_bytes,
+            gradient_use=recorder.gradient_use,
         )
         self._steps.append(step)
         log.forget()

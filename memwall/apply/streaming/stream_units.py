@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from memwall.apply.optimizer_state.gradient_hooks import has_foreign_hook
 from memwall.apply.streaming.streamed_parameter import StreamedParameter
 from memwall.errors import ApplyError
+from memwall.trace.gradient_hooks import has_foreign_hook
 
 
 class Unit:

@@ -12,6 +12,7 @@ class OfferedLocations:
 
     Attributes:
         ordinary: ways to have state on the next tier that lose nothing, the one that frees most first.
+        bound: ways that lose nothing, and leave a loop less freedom.
         lossy: ways that lose digits, each with the technique that offers it.
         leanest: the ordinary way to which last resorts are added.
         last_resorts: parts that are added to it where nothing else fits, ever more of them.
@@ -24,13 +25,16 @@ class OfferedLocations:
         self.are_barred = False
         ordinary = self._without_loss()
         self.ordinary = self._within_writes(() if isinstance(ordinary, str) else ordinary)
+        self.bound: tuple[Location, ...] = ()
         self.lossy: list[tuple[Technique[Any], Location]] = []
         self.leanest = IN_MEMORY
         self.last_resorts: tuple[Location, ...] = ()
         self.stays = ""
         for technique in techniques():
             offered = technique.locations(inputs, ordinary) if technique.choice != "clearly-shorter" else ()
-            if technique.choice == "worth-digits":
+            if technique.choice == "worth-freedom":
+                self.bound += () if isinstance(offered, str) else self._within_writes(offered)
+            elif technique.choice == "worth-digits":
                 self.lossy += [] if isinstance(offered, str) else [(technique, location) for location in offered]
             elif isinstance(offered, str):
                 self.stays = self.stays or offered

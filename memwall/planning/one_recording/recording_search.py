@@ -31,6 +31,8 @@ from memwall.trace.records import Trace
 _CLEARLY_SHORTER = 1.3
 # A lossy technique is chosen only if the step gets 5 % shorter, or nothing else fits.
 _WORTH_DIGITS = 1.05
+# So much shorter a step has to get where a loop may do less under a plan that loses nothing.
+_WORTH_FREEDOM = 1.05
 # Budgets that are tried where what would do at least is less than what was asked for, each so much larger.
 _MOST_LARGER, _NEXT_BUDGET = 16, 1.02
 # Of a margin that no plan leaves whole, the part that a plan may take for a shorter step.
@@ -113,12 +115,17 @@ class RecordingSearch:
         return lossy if is_worth_it else exact
 
     def _best(self, *, packs: bool) -> Candidate | None:
-        best = in_memory = self._best_at(IN_MEMORY, packs=packs)
+        best = self._best_at(IN_MEMORY, packs=packs)
+        for location in self._offers.bound:
+            at_most = math.inf if best is None else self._shorter_by(_WORTH_FREEDOM, best)
+            if location.seconds < at_most:
+                found = self._best_at(location, packs=packs)
+                best = found if found is not None and found.extra_seconds < at_most else best
+        in_memory = best
         for location in self._offers.ordinary:
             at_most = math.inf if best is None else best.extra_seconds
             if in_memory is not None:
-                plain_seconds = step_seconds(self.steady)
-                at_most = min(at_most, (plain_seconds + in_memory.extra_seconds) / _CLEARLY_SHORTER - plain_seconds)
+                at_most = min(at_most, self._shorter_by(_CLEARLY_SHORTER, in_memory))
             if location.seconds < at_most:
                 found = self._best_at(location, packs=packs)
                 if found is not None and found.extra_seconds < at_most:
@@ -137,6 +144,10 @@ class RecordingSearch:
         for location in self._offers.ordinary[1:]:
             best = self._shorter(best, chosen.plus(location), packs=packs)
         return best
+
+    def _shorter_by(self, factor: float, found: Candidate) -> float:
+        """Returns the seconds that may be added to a step that is to be shorter than a candidate's by a factor."""
+        return self.seconds_of(found) / factor - step_seconds(self.steady)
 
     def _shorter(self, found: Candidate, location: Location, *, packs: bool) -> Candidate:
         """Returns the candidate, or that of another location if its step is shorter."""
@@ -222,7 +233,7 @@ class RecordingSearch:
         last = [part.plus(self._offers.leanest) for part in self._offers.last_resorts[-1:]]
         lossy = [location for _, location in self._offers.lossy]
         lowest = [location for location in self._offers.ordinary if location.lowest_bytes][:1]
-        return (next(iter(self._offers.ordinary), IN_MEMORY), *lowest, *lossy, *last)
+        return (next(iter(self._offers.ordinary), IN_MEMORY), *lowest, *self._offers.bound, *lossy, *last)
 
     def infeasible(self) -> InfeasibleError:
         """Says by how much, and what would help."""

@@ -128,7 +128,7 @@ class SearchAtLocation:
         steady = step_under_actions(self._trace, self._steady, self._location.actions)
         yield self._batch(steady)
         # What passes all through a step is read again for each part, which no cost here knows.
-        if not self._location.keeps_tier_busy:
+        if not self._location.keeps_tier_busy and not self._location.keeps_batch_whole:
             is_cooperative = self._settings.allow_accumulation
             for technique in techniques():
                 for step, num_parts, action in technique.parts(self._trace, steady, is_cooperative=is_cooperative):

@@ -1,0 +1,254 @@
+"""Parameters that are stepped within backward: the bits of a plain run, its peak without gradients, one clear error."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plans import a_plan, plan_of
+from released_models import MAKERS, TiedModel, are_same, batches, state_of
+from torch import Tensor, nn
+
+import memwall
+from memwall.apply.optimizer_state import released_gradients
+from memwall.apply.optimizer_state.released_gradients import ReleasedGradients
+from memwall.errors import ApplyError, NoEffectError, NotExactError
+from memwall.planning.action import Action
+from memwall.planning.techniques.gradient_release import GradientRelease
+from memwall.planning.techniques.recompute import Recompute
+from memwall.predict.curve import live_peak_bytes
+from memwall.predict.gradient_release import with_gradients_released
+from memwall.trace.modules import fingerprint
+from memwall.trace.trace_builder import TraceBuilder
+
+WINDOW_BYTES = 100_000
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor], None]
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    model(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(
+    name: str, *actions: Action, step: Step = plain_step, device: str = "cpu", model: nn.Module | None = None
+) -> list[Any]:
+    """What six steps make of a model, under a plan with these actions if there are any."""
+    torch.manual_seed(0)
+    model = (TiedModel() if model is None else model).to(device)
+    optimizer = MAKERS[name](model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def run() -> None:
+        for batch in batches(6, device):
+            step(model, optimizer, batch)
+            scheduler.step()
+
+    if actions:
+        made = a_plan(*actions, device=device, model_fingerprint=fingerprint([model]), process_bytes=1)
+        with memwall.fit(model, optimizer, plan=made) as session:
+            assert session is not None
+            run()
+    else:
+        run()
+    return [*state_of(model, optimizer), scheduler.get_last_lr()]
+
+
+def released(**settings: Any) -> GradientRelease:
+    return GradientRelease(window_bytes=WINDOW_BYTES, **settings)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MAKERS)
+def test_bits_are_those_of_a_plain_run(name: str, device: str) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+        seen.append([p.grad is None for p in model.parameters()])
+
+    seen: list[list[bool]] = []
+    assert are_same(trained(name, device=device), trained(name, released(), step=step, device=device))
+    assert all(map(all, seen))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_so_they_are_with_recomputed_blocks_and_tied_embeddings(device: str) -> None:
+    recomputed = [
+        Recompute(block=f"blocks.{number}", kept_ops=(), saved_bytes=1, cost_seconds=0.0) for number in range(3)
+    ]
+    assert are_same(trained("adamw", device=device), trained("adamw", released(), *recomputed, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_the_peak_is_the_one_that_is_foreseen(name: str, device: str) -> None:
+    peaks = []
+    for releases in (False, True):
+        torch.manual_seed(0)
+        model = TiedModel(8).to(device)
+        optimizer, builder = MAKERS[name](model.parameters()), TraceBuilder([model])
+        (batch,) = batches(1, device)
+        plain_step(model, optimizer, batch)
+        within = ReleasedGradients(model, optimizer, waiting=(), window_bytes=WINDOW_BYTES) if releases else None
+        builder.start_step(optimizer)
+        plain_step(model, optimizer, batch)
+        step = builder.finish_step(optimizer)
+        if within is not None:
+            assert within.num_released == len(list(model.parameters()))
+            within.undo()
+        else:
+            names = builder.trace(optimizer).names
+            foreseen_bytes = live_peak_bytes(
+                with_gradients_released(step, names, window_bytes=WINDOW_BYTES), step.storages[0].device_type
+            )
+        peaks.append(live_peak_bytes(step, step.storages[0].device_type))
+    assert peaks[1] < peaks[0]
+    assert foreseen_bytes == pytest.approx(peaks[1], rel=0.01)
+
+
+class Late:
+    """A loop that does something else in its third step."""
+
+    def __init__(self, does: Callable[[nn.Module, torch.optim.Optimizer, Tensor], None]) -> None:
+        self._does, self._num_steps = does, 0
+
+    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+        self._num_steps += 1
+        model(batch).backward()
+        if self._num_steps == 3:
+            self._does(model, optimizer, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _clip(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _set_rate(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def _add_up(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    model(batch).backward()
+
+
+def _drop(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def _write(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    next(model.parameters()).mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("does", "found"),
+    [
+        (_clip, "is looked at or added to after the optimizer has used it"),
+        (_set_rate, "'lr' of the AdamW has changed since backward"),
+        (_add_up, "a forward runs after a backward whose step the optimizer has not ended"),
+        (_drop, "a gradient was dropped or put in place of another between backward and step"),
+        (_write, "a parameter .* was written between backward and step"),
+    ],
+)
+def test_a_loop_that_does_otherwise_later_ends_with_one_clear_error(does: Step, found: str) -> None:
+    with pytest.raises(NotExactError, match=found) as raised:
+        trained("adamw", released(), step=Late(does))
+    assert "Some parameters have been stepped already" in str(raised.value)
+
+
+def test_a_second_backward_through_the_same_graph_is_an_error() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+        loss = model(batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    with pytest.raises((NotExactError, RuntimeError), match=r"stepping within backward|modified by an inplace"):
+        trained("adamw", released(), step=step)
+
+
+class Masked(nn.Module):
+    """Uses a weight in its first layer besides in a way that no gradient comes back from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.first = TiedModel(1), nn.Parameter(torch.randn(1))
+        self.scale = nn.Parameter(torch.randn(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.inner(tokens) * (self.first * self.scale.detach()) * self.scale
+        return out
+
+
+def test_parameters_that_backward_still_reads_wait_for_the_step() -> None:
+    torch.manual_seed(3)
+    plain = trained("sgd", model=Masked())
+    torch.manual_seed(3)
+    assert are_same(plain, trained("sgd", released(waiting=("scale",)), model=Masked()))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        trained("sgd", GradientRelease(window_bytes=1), model=Masked())
+
+
+def test_a_step_that_makes_other_bits_proves_itself_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def doubled(optimizer: Any, inner: Any, part: Any, arguments: Any) -> None:
+        for _, some in part:
+            for parameter in some:
+                parameter.grad.mul_(2)
+        real(optimizer, inner, part, arguments)
+
+    real = released_gradients.step_some
+    monkeypatch.setattr(released_gradients, "step_some", doubled)
+    with pytest.raises(NotExactError, match="is not what the optimizer's own step makes of it"):
+        trained("sgd", released())
+
+
+def test_undo_leaves_nothing_and_gradients_stay_again() -> None:
+    torch.manual_seed(0)
+    model = TiedModel()
+    optimizer = MAKERS["adamw"](model.parameters())
+    within = ReleasedGradients(model, optimizer, waiting=(), window_bytes=1)
+    within.undo()
+    model(batches(1)[0]).backward()
+    assert within.num_released == 0
+    assert all(type(p.grad) is Tensor for p in model.parameters())
+
+
+def test_closures_keep_their_gradients() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    with pytest.raises(NoEffectError, match="none of its gradients came by way of a plain backward"):
+        trained("sgd", released(), step=step)
+
+
+def test_where_it_cannot_be_done_a_given_plan_is_refused() -> None:
+    model = TiedModel()
+    optimizer = MAKERS["sgd"](model.parameters())
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+    with (
+        pytest.raises(ApplyError, match="a hook that runs when its gradient is accumulated"),
+        memwall.fit(model, optimizer, plan=plan_of(model, released())),
+    ):
+        plain_step(model, optimizer, batches(1)[0])
+
+
+def test_step_hooks_of_the_script_rule_it_out(tmp_path: Path) -> None:
+    model = TiedModel()
+    optimizer = MAKERS["sgd"](model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with (
+        pytest.raises(ApplyError, match="step hooks of the script's"),
+        memwall.fit(model, optimizer, plan=plan_of(model, released())),
+    ):
+        plain_step(model, optimizer, batches(1)[0])
