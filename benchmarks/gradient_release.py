@@ -1,4 +1,4 @@
-"""Steps within backward: the smallest budget with gradients released and without, measured here and planned for devices.
+"""Steps within backward: the smallest budget with gradients released and without, measured here, planned for devices.
 
     python benchmarks/gradient_release.py [--rounds 3]
 
@@ -160,7 +160,7 @@ def simulated(device: str, dtype: str) -> dict[str, Any]:
     trace = device_run_of_spec(workload, hardware, is_evaluated=False).training
     settings = Settings(budget_bytes=1 << 40, hardware=hardware)
     technique = type(gradient_release.TECHNIQUE)
-    real, row = technique.locations, {"device": device, "dtype": dtype}
+    real, row = technique.locations, {"tag": "simulated", "device": device, "dtype": dtype}
     for name, locations in (("released_bytes", real), ("without_bytes", lambda *_: "")):
         technique.locations = locations  # type: ignore[method-assign, assignment]
         row[name] = RecordingSearch(trace, settings).smallest_bytes()
@@ -184,7 +184,7 @@ def main() -> int:
     by_arm = {row["arm"]: row for row in rows}
     plain, released, without = (by_arm[name] for name in ("plain", "released", "without"))
     less_percent = round(100 * (1 - released["budget_bytes"] / without["budget_bytes"]), 1)
-    result = {**provenance(), "schema": "memwall.benchmarks.gradient_release/1", "rounds": arguments.rounds}
+    result = {**provenance(), "schema": "memwall.benchmarks.gradient_release/1", "num_rounds": arguments.rounds}
     result |= {"less_percent": less_percent, "rows": rows, "devices": devices}
     OUTPUT.write_text(json.dumps(result, indent=1) + "\n")
     for row in rows:

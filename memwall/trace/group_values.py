@@ -50,8 +50,9 @@ class _Value:
         if self.is_same(value) and self._copy is None:
             return True
         if isinstance(value, Tensor) or isinstance(self._value, Tensor):
-            is_known = isinstance(value, Tensor) and value.device.type == "cpu" and self._copy is not None
-            return is_known and bool(torch.equal(value, self._copy))
+            if self._copy is None or not isinstance(value, Tensor) or value.device.type != "cpu":
+                return False
+            return bool(torch.equal(value, self._copy))
         return bool(value == self._value)
 
 
