@@ -101,7 +101,17 @@ def _fully_sharded(model: nn.Module, ranks: RanksForecast, chosen: Fsdp2) -> nn.
         fully_shard(unit, ignored_params=left, reshard_after_forward=False if path in kept else others, **options)
     # The root's parameters stay from its forward to the end of its backward whatever is said.
     fully_shard(model, reshard_after_forward=None, **options)
+    if chosen.num_ahead > 1:
+        _gather_ahead([model, *units], chosen.num_ahead)
     return model
+
+
+def _gather_ahead(units: list[Any], num_ahead: int) -> None:
+    """Has each unit begin the gathers of so many that follow it; the root, which is first, those of the first ones."""
+    for number, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + num_ahead])
+        earlier = units[1:number] if number else units[1:]
+        unit.set_modules_to_backward_prefetch(earlier[::-1][:num_ahead])
 
 
 def _device_type(model: nn.Module) -> str:

@@ -89,6 +89,8 @@ def test_accelerate_and_the_trainer_take_fsdp2_from_the_plan() -> None:
         ranked_plan(Fsdp2(reshard="node"), network_for(16)).accelerate_kwargs()
     with pytest.raises(UsageError, match=r"the Trainer has no word for FSDP2, last 3 units kept gathered; divide the"):
         trainer_sharding(ranked_plan(Fsdp2(num_kept=3), network_for(8)).forecast.ranks)
+    with pytest.raises(UsageError, match=r"the Trainer has no word for FSDP2, gathered 2 ahead; divide the model by"):
+        trainer_sharding(ranked_plan(Fsdp2(num_ahead=2), network_for(8)).forecast.ranks)
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def _expressible(chosen: Any, frontend: str) -> Fsdp2:
             f"the plan chose {chosen.words}: plan.deepspeed_config(for_hugging_face=True) makes the configuration that "
             f"{frontend} takes"
         )
-    if chosen.reshard == "node" or chosen.num_kept:
+    if chosen.reshard == "node" or chosen.num_kept or chosen.num_ahead > 1:
         raise _no_word(chosen, frontend)
     return chosen
 

@@ -15,10 +15,10 @@ from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
 from memwall.planning.ranks.curve import curve_over_ranks
 from memwall.planning.ranks.forecast import RankChoice, RanksForecast
-from memwall.planning.ranks.kept_units import some_kept
 from memwall.planning.ranks.kinds import KINDS
 from memwall.planning.ranks.one_kind import OneKind
 from memwall.planning.ranks.rank_bytes import rank_bytes
+from memwall.planning.ranks.unit_settings import gathered_ahead, some_kept
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
 from memwall.predict.sharding.network import Network, network_of
@@ -68,12 +68,13 @@ def plan_ranks(
         _settle_least(open_kinds)
         best = _inside_margin(open_kinds)
     else:
-        for base in tuple(open_kinds):
-            kept = some_kept(base, len(paths), at_most=best.seconds() / _AS_FAST)
-            if kept is not None:
-                kinds.insert(kinds.index(base) + 1, kept)
-                open_kinds.insert(open_kinds.index(base) + 1, kept)
-        best = _fastest(open_kinds)
+        for found_with in (some_kept, gathered_ahead):
+            for base in tuple(open_kinds):
+                found = found_with(base, units.of(units.steady), at_most=best.seconds() / _AS_FAST)
+                if found is not None:
+                    kinds.insert(kinds.index(base) + 1, found)
+                    open_kinds.insert(open_kinds.index(base) + 1, found)
+                    best = _fastest(open_kinds) or best
     classes = {module.path: module.class_name for module in trace.modules if not module.is_leaf}
     forecast = RanksForecast(
         network=network,

@@ -31,6 +31,11 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
     """The value of `reshard_after_forward`: True, False, or the ranks of a node."""
     num_kept: int = 0
     """Of the units in order of forward so many last ones stay gathered, whatever the others do."""
+    num_ahead: int = 1
+    """A unit is gathered while so many before it run; more than one by `set_modules_to_forward_prefetch` and its twin.
+
+    By itself torch gathers the next one, which in forward is begun by the host running ahead.
+    """
     is_hybrid: bool = False
     """Whether a node holds all of the model, and nodes average their gradients (HSDP)."""
     is_offloaded: bool = False
@@ -45,7 +50,8 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
         name = "HSDP" if self.is_hybrid else "FSDP2"
         how = {"yes": "", "no": ", kept gathered", "node": ", kept in the node"}[self.reshard]
         last = f", last {self.num_kept} units kept gathered" if self.num_kept else ""
-        return f"{name}{how}{last}{', on the CPU' if self.is_offloaded else ''}"
+        ahead = f", gathered {self.num_ahead} ahead" if self.num_ahead > 1 else ""
+        return f"{name}{how}{last}{ahead}{', on the CPU' if self.is_offloaded else ''}"
 
     @property
     def needs_host(self) -> bool:
@@ -74,7 +80,7 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
             rank.divide("optimizer_state", num)
         passes = Passes(units)
         for position, (unit, call) in enumerate(passes.forward):
-            self._forward(rank, unit, call, passes.start_after(position), network)
+            self._forward(rank, unit, call, passes, position, network)
         for position, (unit, call) in enumerate(passes.backward):
             self._backward(rank, unit, call, passes, position, network)
         self._root(rank, units[0], passes, num)
@@ -109,10 +115,13 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
     def _group(self) -> Group:
         return "node" if self.is_hybrid else "all"
 
-    def _forward(self, rank: RankStep, unit: ShardUnit, call: ModuleCall, next_start: int, network: Network) -> None:
+    def _forward(
+        self, rank: RankStep, unit: ShardUnit, call: ModuleCall, passes: Passes, position: int, network: Network
+    ) -> None:
         """Adds what a unit gathers in forward, and what of it stays until its backward."""
         whole_bytes, num = rank.nbytes(unit.parameters), network.size(self._group)
-        rank.add(_padded(whole_bytes, num), call.start, next_start)
+        sent_for_at = passes.sent_for_at(position, self.num_ahead)
+        rank.add(_padded(whole_bytes, num), sent_for_at, passes.start_after(position))
         stays = self._stays(rank, unit) and call.backward_start >= 0
         rank.add(whole_bytes, call.start, _freed_at(call) if stays else call.end)
         if self.reshard == "node" and not stays and call.backward_start >= 0:
@@ -124,7 +133,7 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
         """Adds what a unit gathers in backward, the gather of it while the one before computes, and its reduction."""
         whole_bytes, num = rank.nbytes(unit.parameters), network.size(self._group)
         if not self._stays(rank, unit):
-            rank.add(_padded(whole_bytes, num), passes.prefetched_at(position), call.backward_start)
+            rank.add(_padded(whole_bytes, num), passes.prefetched_at(position, self.num_ahead), call.backward_start)
             rank.add(whole_bytes, call.backward_start, _freed_at(call))
         if not passes.is_last_of(unit, position):
             return
@@ -173,6 +182,7 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
             gathers=[self._gather_seconds(rank, unit, network, self._group) for unit, _ in passes.forward],
             again=again,
             reductions=[self._reduce_seconds(rank, unit, network) for unit, _ in passes.backward],
+            num_ahead=self.num_ahead,
         )
 
     def _gather_seconds(self, rank: RankStep, unit: ShardUnit, network: Network, group: Group) -> float:

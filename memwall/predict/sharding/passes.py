@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from memwall.predict.sharding.link_in_time import waiting_seconds
 from memwall.predict.sharding.rank_step import RankStep
 from memwall.predict.sharding.units import ShardUnit
 
@@ -12,6 +13,7 @@ class Passes:
     def __init__(self, units: tuple[ShardUnit, ...]) -> None:
         inner = [(unit, call) for unit in units if not unit.is_root for call in unit.calls]
         self._root_end = max((call.end for unit in units if unit.is_root for call in unit.calls), default=0)
+        self._root_start = min((call.start for unit in units if unit.is_root for call in unit.calls), default=0)
         starts = [call.backward_start for unit in units if unit.is_root for call in unit.calls]
         self._root_backward = min((start for start in starts if start >= 0), default=0)
         self.forward = sorted(inner, key=lambda found: found[1].start)
@@ -24,9 +26,17 @@ class Passes:
             return self.forward[position + 1][1].start
         return max(self._root_end, self.forward[position][1].end)
 
-    def prefetched_at(self, position: int) -> int:
-        """Returns when a unit is gathered for backward: as the unit before it in backward begins."""
-        return self.backward[position - 1][1].backward_start if position else self._root_backward
+    def sent_for_at(self, position: int, num_ahead: int) -> int:
+        """Returns when a unit's gather for forward is begun: as it begins itself, or further ahead as one before it."""
+        if num_ahead == 1:
+            return self.forward[position][1].start
+        return self.forward[position - num_ahead][1].start if position >= num_ahead else self._root_start
+
+    def prefetched_at(self, position: int, num_ahead: int) -> int:
+        """Returns when a unit is gathered for backward: as the unit so many before it in backward begins."""
+        if position < num_ahead:
+            return self._root_backward
+        return self.backward[position - num_ahead][1].backward_start
 
     def reduced_after(self, position: int) -> int:
         """Returns when the next unit reduces its gradients."""
@@ -45,19 +55,17 @@ class Passes:
         gathers: Sequence[float],
         again: Sequence[float],
         reductions: Sequence[float],
+        num_ahead: int = 1,
     ) -> tuple[float, float]:
-        """Returns the seconds of all collectives, and what of them is not hidden: one unit's behind another's compute.
+        """Returns the seconds of all collectives, and what of them is not hidden: one unit's behind others' compute.
 
         Args:
             at_root: seconds of the root's, which nothing hides.
             gathers: by execution in forward. again: by execution in backward. reductions: by execution in backward.
+            num_ahead: units between one whose gather is begun and the one that begins then.
         """
         total = sum(gathers) + sum(again) + sum(reductions) + at_root
-        exposed = at_root + sum(gathers[:1])
-        for (_, call), gather in zip(self.forward, gathers[1:], strict=False):
-            exposed += max(0.0, gather - rank.seconds(call.start, call.end))
-        for position, (_, call) in enumerate(self.backward):
-            gather = again[position + 1] if position + 1 < len(again) else 0.0
-            reduction = reductions[position - 1] if position else 0.0
-            exposed += max(0.0, gather + reduction - rank.seconds(call.backward_start, call.backward_end))
-        return total, exposed + sum(again[:1]) + sum(reductions[-1:])
+        forward = [rank.seconds(call.start, call.end) for _, call in self.forward]
+        backward = [rank.seconds(call.backward_start, call.backward_end) for _, call in self.backward]
+        exposed = waiting_seconds(forward, gathers, [0.0] * len(gathers), num_ahead)
+        return total, at_root + exposed + waiting_seconds(backward, again, reductions, num_ahead)

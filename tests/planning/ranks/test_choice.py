@@ -21,6 +21,7 @@ from memwall.planning.settings import Settings
 from memwall.planning.techniques.accumulate import Accumulate
 from memwall.predict import device
 from memwall.predict.cuda.translate import recording_for, translated
+from memwall.predict.roofline import Roofline
 from memwall.predict.sharding import units
 from memwall.predict.sharding.ddp import Ddp
 from memwall.predict.sharding.fsdp2 import Fsdp2
@@ -187,6 +188,47 @@ def test_units_that_the_budget_has_room_for_stay_gathered_where_the_link_is_slow
     assert none.reason.endswith(f"more a step than FSDP2, last {ranks.chosen.num_kept} units kept gathered")
     _, near = plan_ranks(traced(262_144), asked, num_ranks=8, num_ranks_per_node=8, link=None)
     assert not any(getattr(one.sharding, "num_kept", 0) for one in near.choices)
+
+
+class Narrow(nn.Module):
+    """Computes much by few parameters, which a block of `Block`'s kind that follows has many of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4096, 256), nn.Linear(256, 4096)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for _ in range(32):
+            values = values + self.down(torch.relu(self.up(values)))
+        return values
+
+
+def test_units_are_gathered_further_ahead_where_they_are_unlike() -> None:
+    """GIVEN blocks of much computation for few parameters, and others in turns with them
+    THEN gathers hide behind more than one unit, which makes a step a twentieth shorter."""
+    workload = Workload(
+        model=lambda: nn.Sequential(*(kind() for kind in 3 * (Narrow, Block))),
+        batch=lambda: torch.ones(4096, 4096),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters),
+    )
+    recording = recording_for(A100)
+    recorded = record_fake(
+        workload,
+        target="cuda",
+        seconds_of=Roofline(A100),
+        workspaces=recording.workspaces,
+        choices=recording.choices(),
+    )
+    trace = translated(recorded, A100)
+    asked, link = settings(37 * GIB), link_named("ethernet-25g")
+    made, ranks = plan_ranks(trace, asked, num_ranks=8, num_ranks_per_node=1, link=link)
+    assert made is not None
+    assert ranks.chosen == Fsdp2(reshard="no", num_ahead=2)
+    others = (one.step_seconds for one in ranks.choices if getattr(one.sharding, "num_ahead", 1) == 1)
+    assert (made.forecast.step_seconds or 0.0) < 0.97 * min(seconds for seconds in others if seconds)
+    one_ahead = next(one for one in ranks.choices if one.sharding == Fsdp2(reshard="no"))
+    assert (made.forecast.step_seconds or 0.0) < 0.95 * (one_ahead.step_seconds or 0.0)
 
 
 def test_a_kind_that_is_never_chosen_is_planned_in_outline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def losses(divided):
         found_losses.append(loss.item())
     return found_losses
 
-sharded = losses(lambda model: memwall.shard(model, memwall.Plan.load("some.json")))
+sharded = losses(lambda model: memwall.shard(model, memwall.Plan.load("some ahead.json")))
 peaks = {mode: measured(f"{mode}.json") for mode in MODES}
 found(plain=losses(lambda model: model), sharded=sharded, **peaks)
 """
@@ -49,12 +49,14 @@ found(plain=losses(lambda model: model), sharded=sharded, **peaks)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_rank_of_fsdp2_holds_what_was_predicted(num_ranks: int, tmp_path: Path) -> None:
-    """GIVEN a model that `memwall.shard` divided, each way to reshard, of some units too, THEN standing bytes and the
-    peak of the step are predicted to a tenth of a percent, and under autocast losses are one process's to the bit."""
+    """GIVEN a model that `memwall.shard` divided, each way to reshard, of some units too, and gathered further ahead
+    THEN standing bytes and the peak of the step are predicted to a tenth of a percent, and under autocast the losses
+    are those of one process, bit for bit."""
     trace = record(workload())
     step = steady_step(trace)
     network = network_for(num_ranks, max(2, num_ranks // 2))
     kinds = {"yes": Fsdp2(), "no": Fsdp2(reshard="no"), "some": Fsdp2(num_kept=3)}
+    kinds |= {"ahead": Fsdp2(num_ahead=2), "some ahead": Fsdp2(num_kept=2, num_ahead=3)}
     if num_ranks > 2:
         kinds |= {"node": Fsdp2(reshard="node"), "some or node": Fsdp2(reshard="node", num_kept=2)}
     units = tuple(unit.path for unit in find_units(trace, step) if not unit.is_root)
