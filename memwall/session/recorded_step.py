@@ -40,6 +40,7 @@ from memwall.predict.treatment import StepModel
 from memwall.session.device_budget import DeviceBudget
 from memwall.session.loop.left_out_blocks import LeftOutBlocks
 from memwall.session.measurements import standing_bytes
+from memwall.torch_internals.autograd import current_node
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.optimizers import joint_name
 from memwall.trace.records import Trace
@@ -299,7 +300,10 @@ class RecordedStep:
         models = models_of(self._model)
         if len(models) > 1 and not all(any(id(p) in own for p in model.parameters()) for model in models):
             return False
-        return all(id(p) in own for p in self._model.parameters() if _may_be_stepped(p))
+        in_backward = current_node() is not None  # other gradients are still to come, to optimizers of their own
+        return all(
+            id(p) in own for p in self._model.parameters() if _may_be_stepped(p) or (in_backward and p.requires_grad)
+        )
 
     def _spill(self, optimizers: Sequence[torch.optim.Optimizer], coming_bytes: int = 0) -> None:
         can_leave = self._is_on_cpu or (self._host_limit_bytes and num_processes() == 1)  # shards lie in parts

@@ -286,6 +286,11 @@ class StepBorders:
         return self._num_forwards == 1
 
     @property
+    def have_all_stepped(self) -> bool:
+        """Tells whether each optimizer that is known has stepped in the present step, as far as it has come."""
+        return self._turns.num_optimizers == len(self.optimizers)
+
+    @property
     def is_stepped_by_hand(self) -> bool:
         """Tells whether the loop changed parameters itself in the last step, and no optimizer did."""
         return self._forwards_by_hand > 0

@@ -377,6 +377,8 @@ class Steps:
             if not self._is_applied_inside:
                 self._check_effects()
             self.live.in_effect.leave_room(self._room)
+        elif self.borders.have_all_stepped:  # the step has gone on since its first optimizer stepped
+            self.live.in_effect.leave_room(self._room)
         self._is_applied_inside = False
 
     def _log_step(self, peak_bytes: int, *, is_first: bool, is_planned: bool) -> None:

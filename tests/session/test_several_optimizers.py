@@ -272,6 +272,58 @@ def test_a_first_step_without_room_keeps_state_in_memory_and_has_parameters_back
     assert at_end == [0, 0]
 
 
+# Optimizers of single parameters, which hooks step within the backward.
+
+
+def train_in_backward(model: nn.Module, optimizers: dict[nn.Parameter, torch.optim.Optimizer]) -> None:
+    """Three steps; each gradient is let go as soon as it was used."""
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in model.parameters()]
+    for _ in range(3):
+        model(torch.ones(5, 32), 0).square().mean().backward()
+    for hook in hooks:
+        hook.remove()
+
+
+def one_each(model: nn.Module) -> dict[nn.Parameter, torch.optim.Optimizer]:
+    return {parameter: torch.optim.AdamW([parameter], lr=1e-2) for parameter in model.parameters()}
+
+
+def test_optimizers_within_the_backward_keep_their_state_in_memory_without_room(
+    without_room: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN gradients that are still to come WHEN the first optimizer steps THEN it is not taken for the only one."""
+    monkeypatch.setattr("memwall.apply.optimizer_state.state_keeper._lacks_room", lambda *_: True)
+    model, _ = made()
+    train_in_backward(model, optimizers := one_each(model))
+    plain = everything(model, [*optimizers.values()])
+    model, _ = made()
+    optimizers = one_each(model)
+    session = Session(budget_bytes=1 << 40, disk=str(tmp_path))
+    session.attach(model, None)
+    with session, shown_at_first_step(session):
+        train_in_backward(model, optimizers)
+    assert same(everything(model, [*optimizers.values()]), plain)
+
+
+def test_room_is_left_once_the_last_of_them_has_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = made()
+    optimizers, num_stepped, left = one_each(model), [0], []
+    for optimizer in optimizers.values():
+        optimizer.register_step_post_hook(lambda *_: num_stepped.__setitem__(0, num_stepped[0] + 1))
+    session = Session(budget_bytes=1 << 40)
+    session.attach(model, [*optimizers.values()])
+    monkeypatch.setattr(session._live.in_effect, "leave_room", lambda _: left.append(num_stepped[0]))
+    with session:
+        train_in_backward(model, optimizers)
+    num_optimizers = len(optimizers)
+    assert {number * num_optimizers for number in (1, 2, 3)} <= set(left)
+
+
 # What fit takes.
 
 

@@ -68,6 +68,11 @@ class Turns:
             self._idle |= (self._called | self._awaited) - self._stepped
             self._awaited -= self._idle
 
+    @property
+    def num_optimizers(self) -> int:
+        """Counts the optimizers that have stepped in the present step."""
+        return len(self._counts)
+
     def stepped_by_hand(self) -> None:
         """Notes that the loop has changed parameters itself."""
         self._stepped |= self._all
