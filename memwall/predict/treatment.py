@@ -96,6 +96,8 @@ class StepModel(CallRules):
         self._saves_of: dict[int, list[int]] = {}
         for number, save in enumerate(step.saved):
             self._saves_of.setdefault(save.storage, []).append(number)
+        self._held_over = {one.held_over: index for index, one in enumerate(step.storages) if one.held_over >= 0}
+        """Storages of the graph of the step before, by those of this step's."""
         self._born_in: list[list[list[int]]] = [[[] for _ in block.calls] for block in self.blocks]
         spans = sorted(
             (call.start, call.end, b, c) for b, block in enumerate(self.blocks) for c, call in enumerate(block.calls)
@@ -126,7 +128,7 @@ class StepModel(CallRules):
             touched.update(self._born_in[block][c])
             touched.update(call.inputs)
             touched.update(self.step.saved[s].storage for s in self.blocks[block].saved[c])
-        order = sorted(touched)
+        order = sorted(touched | {self._held_over[index] for index in touched & self._held_over.keys()})
         return self._lives({}, order), self._lives({block: treatment}, order)
 
     def _lives(self, treatments: Mapping[int, Treatment], which: Sequence[int]) -> list[Life]:
@@ -147,6 +149,9 @@ class StepModel(CallRules):
         lives = []
         for index in which:
             storage = self.step.storages[index]
+            of = storage.held_over
+            if of >= 0 and of not in changes.held_until and changes.taken.issuperset(self._saves_of[of]):
+                continue  # nor does the graph of the step before hold it
             # What its own operation frees is gone after what runs again before that operation, not ahead of it.
             end: Time = (storage.death, LAST if storage.death == storage.birth else 0)
             saves = self._saves_of.get(index, ())

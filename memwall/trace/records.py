@@ -61,6 +61,8 @@ class Storage(Struct, frozen=True, array_like=True):
     """Bytes of each tensor that it was put together from when the model came to the device, all there until then."""
     stream: int = 0
     """The stream that it was allocated for, numbered as they appear in the step; 0 is the device's default one."""
+    held_over: int = -1
+    """The storage of the step that this one is of the step before: a graph that the loop still holds; else -1."""
 
     @property
     def device_type(self) -> str:

@@ -97,7 +97,8 @@ def build_step(
 def steady_after(first: Step, *, gradients_persist: bool) -> Step:
     """Returns the step that follows a first one.
 
-    The optimizer's state is there already, as are gradients that are not freed and what libraries hold.
+    The optimizer's state is there already, as are gradients that are not freed, what libraries hold, and graphs that
+    the loop holds until it has made the next ones.
 
     Temporaries of the optimizer that only creating the state needs are kept: an upper bound, and a small one.
     """
@@ -113,7 +114,21 @@ def steady_after(first: Step, *, gradients_persist: bool) -> Step:
         return storage.category in standing or (storage.category == "temporary" and index not in made)
 
     storages = tuple(msgspec.structs.replace(s, birth=-1) if stays(i, s) else s for i, s in enumerate(first.storages))
-    return msgspec.structs.replace(first, kind="steady", storages=storages, process_peak_bytes=0)
+    return msgspec.structs.replace(first, kind="steady", storages=(*storages, *_held_over(first)), process_peak_bytes=0)
+
+
+def _held_over(step: Step) -> list[Storage]:
+    """Returns what a graph still holds at the end of a step that was kept for another backward (`retain_graph=True`).
+
+    A loop's variable holds it until that is given the next step's loss, before which everything is there twice.
+    """
+    end, begin = len(step.ops), next((at for name, at in step.marks if name == "backward"), 0)
+    held = {save.storage: None for save in step.saved if save.unpacked < end <= save.released}
+    return [
+        msgspec.structs.replace(step.storages[index], birth=-1, dropped=begin, death=begin, held_over=index)
+        for index in held
+        if step.storages[index].birth >= 0 and step.storages[index].category == "activation"
+    ]
 
 
 def steady_step(trace: Trace) -> Step:

@@ -116,3 +116,31 @@ def test_a_session_closes_in_another_thread_than_it_trained_in_and_hides_no_erro
     with pytest.raises(UsageError, match="are not the same"):
         run()
     assert not _get_current_dispatch_mode_stack()
+
+
+def forecast_bytes(*, retains: bool, tmp_path: Path) -> tuple[int, int]:
+    """Of a loop whose variable holds a graph: the steady step's peak, and what the graph's tensors are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memwall.fit(model, optimizer, budget="64GiB", disk=str(tmp_path)) as session:
+        for _ in range(2):
+            loss = model(torch.ones(ROWS, WIDTH)).square().mean()
+            loss.backward(retain_graph=retains)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.plan is not None
+    assert session.trace is not None
+    saved = {save.storage for save in session.trace.steps[0].saved}
+    graph = [one for index, one in enumerate(session.trace.steps[0].storages) if index in saved]
+    graph_bytes = sum(one.nbytes for one in graph if one.category == "activation")
+    return session.plan.forecast.peak.allocated_bytes, graph_bytes
+
+
+@pytest.mark.slow
+def test_a_graph_that_is_retained_is_there_twice_in_the_next_step(tmp_path: Path) -> None:
+    """GIVEN backward(retain_graph=True) WHEN the next forward ends THEN the loop's variable still holds the graph."""
+    (held_bytes, graph_bytes), (let_go_bytes, _) = (
+        forecast_bytes(retains=retains, tmp_path=tmp_path) for retains in (True, False)
+    )
+    assert held_bytes >= 2 * graph_bytes > let_go_bytes > graph_bytes
