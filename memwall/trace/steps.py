@@ -103,7 +103,7 @@ def steady_after(first: Step, *, gradients_persist: bool) -> Step:
     Temporaries of the optimizer that only creating the state needs are kept: an upper bound, and a small one.
     """
     if first.kind == "steady":
-        return first
+        return _with_held_over(first)
     standing: tuple[Category, ...] = ("optimizer_state", "gradient") if gradients_persist else ("optimizer_state",)
     made = {index for op in first.ops for index in (*op.outputs, *op.writes)}
 
@@ -114,28 +114,32 @@ def steady_after(first: Step, *, gradients_persist: bool) -> Step:
         return storage.category in standing or (storage.category == "temporary" and index not in made)
 
     storages = tuple(msgspec.structs.replace(s, birth=-1) if stays(i, s) else s for i, s in enumerate(first.storages))
-    return msgspec.structs.replace(first, kind="steady", storages=(*storages, *_held_over(first)), process_peak_bytes=0)
+    return _with_held_over(msgspec.structs.replace(first, kind="steady", storages=storages, process_peak_bytes=0))
 
 
-def _held_over(step: Step) -> list[Storage]:
-    """Returns what a graph still holds at the end of a step that was kept for another backward (`retain_graph=True`).
+def _with_held_over(step: Step) -> Step:
+    """Returns a steady step with what a graph of the step before holds that was kept for another backward.
 
-    A loop's variable holds it until that is given the next step's loss, before which everything is there twice.
+    After `backward(retain_graph=True)` a loop's variable holds the graph until that is given the next step's loss: up
+    to there everything is there twice.
     """
+    if any(storage.held_over >= 0 for storage in step.storages):
+        return step
     end, begin = len(step.ops), next((at for name, at in step.marks if name == "backward"), 0)
     held = {save.storage: None for save in step.saved if save.unpacked < end <= save.released}
-    return [
+    again = [
         msgspec.structs.replace(step.storages[index], birth=-1, dropped=begin, death=begin, held_over=index)
         for index in held
         if step.storages[index].birth >= 0 and step.storages[index].category == "activation"
     ]
+    return msgspec.structs.replace(step, storages=(*step.storages, *again)) if again else step
 
 
 def steady_step(trace: Trace) -> Step:
     """Returns the step that repeats: recorded as such, or derived from the first."""
     for step in reversed(trace.steps):
         if step.kind == "steady":
-            return step
+            return _with_held_over(step)
     return steady_after(trace.steps[-1], gradients_persist=trace.gradients_persist)
 
 
