@@ -7,7 +7,7 @@ see what backward keeps, and module hooks say whose forward is running. The reco
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ from memwall.trace.gradient_watch import GradientWatch
 from memwall.trace.left_out.python_numbers import python_numbers
 from memwall.trace.modules import ModuleTable, as_moved
 from memwall.trace.op_work import OpWork, own_work_of, work_of
-from memwall.trace.operator_arguments import numbers_among, tensors_among, written_among
+from memwall.trace.operator_arguments import batch_shape, numbers_among, tensors_among, written_among
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import GradientUse, Phase
 from memwall.trace.recurrent import plain_layers
@@ -270,16 +270,16 @@ class StepRecorder(StepMode):
             if torch.is_grad_enabled() and self._begins_step(module):
                 return  # the next step's: whoever records ends this one in a hook that runs after this
             self._set_phase("forward" if torch.is_grad_enabled() else "eval")
-            self._note_input(tensors_among(args, []))
+            self._note_input(args)
             self._numbers = python_numbers()
         self.log.enter_call(index, next_sequence_number())
 
-    def _note_input(self, tensors: list[Tensor]) -> None:
+    def _note_input(self, values: Iterable[Any]) -> None:
         """Notes the first tensor that the model is called with: it tells the batch; later calls change nothing."""
-        first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
+        first = next((tensor for tensor in tensors_among(values, []) if tensor.dim() > 0), None)
         if first is not None and self.log.micro_batch == 0:
             self.log.micro_batch = first.shape[0]
-            self.log.input_shape = tuple(first.shape)
+            self.log.input_shape = batch_shape(values)
             self.log.input_dtype = str(first.dtype).removeprefix("torch.")
 
     def _leave_module(self, module: nn.Module, args: Any, *rest: Any) -> None:
@@ -294,7 +294,7 @@ class StepRecorder(StepMode):
         outputs = tensors_among((output,), [])
         self.log.leave_call(index, next_sequence_number(), inputs, outputs)
         if not self.log.call_stack and self._phase == "forward":
-            self._note_input(inputs)
+            self._note_input((*args, *kwargs.values()))
             self._set_phase("loss")
             self.draws_in_python |= python_numbers() != self._numbers
 

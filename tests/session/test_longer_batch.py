@@ -53,6 +53,44 @@ def test_the_first_tensor_with_dimensions_is_the_input() -> None:
     assert input_shape((1, "a"), {}) == ()
 
 
+def test_images_of_several_sizes_count_as_what_they_are_padded_to() -> None:
+    images = [torch.ones(3, 4, 9), torch.ones(3, 7, 5)]
+    assert input_shape((images, [{"boxes": torch.ones(2, 4)}]), {}) == (2, 3, 7, 9)
+    assert input_shape((), {"images": tuple(images)}) == (2, 3, 7, 9)
+    assert input_shape((images[:1],), {}) == (3, 4, 9)
+    assert input_shape(([torch.ones(2), torch.ones(2, 2)],), {}) == (2,)
+
+
+class Detector(nn.Module):
+    """Is called with a list of images, here of one dimension, and pads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, images: list[torch.Tensor]) -> torch.Tensor:
+        return self.layers(nn.utils.rnn.pad_sequence(images, batch_first=True))
+
+
+@pytest.mark.slow
+def test_a_batch_with_a_larger_image_is_recorded_before_its_forward() -> None:
+    """GIVEN a list of images WHEN another one than the first is larger than those before THEN the step is recorded."""
+    model = Detector()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return_free_memory()
+    held_bytes = process_bytes()
+    states: list[str] = []
+    with memwall.fit(model, optimizer, budget=held_bytes + 220 * MIB) as session:
+        for size in (64, 64, 1024, 64):
+            loss = model([torch.ones(64, 256), torch.ones(size, 256)]).square().mean()
+            states.append(session.state)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert states == ["recording", "running", "recording", "running"]
+
+
 @pytest.mark.slow
 def test_a_longer_batch_is_recorded_before_its_forward_where_the_plan_has_no_room() -> None:
     """GIVEN a budget with room for the recorded batch WHEN a larger one comes THEN it is recorded, once."""

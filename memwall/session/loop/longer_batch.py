@@ -8,18 +8,19 @@ from torch import Tensor
 
 from memwall.apply.microbatch import tensors_in
 from memwall.planning.planfile import Plan
+from memwall.trace.operator_arguments import batch_shape
 from memwall.trace.records import Trace
 
 Shape = tuple[int, ...]
-"""Says how large a batch is: the shape of the first tensor that a model is called with; () where there is none."""
+"""Says how large a batch is: the shape of the first tensor that a model is called with, or of what a list of them is
+padded to; () where there is none."""
 
 
 def input_shape(args: Any, kwargs: Any) -> Shape:
-    """Returns the shape of the first tensor in a model's arguments that has any, as a recorded step has it."""
+    """Returns how large a batch is, from a model's arguments, as a recorded step has it."""
     if args and type(args[0]) is Tensor and args[0].dim() > 0:  # as nearly always, and quickly found
         return tuple(args[0].shape)
-    tensors = (tensor for value in (args, kwargs) for tensor in tensors_in(value))
-    return next((tuple(tensor.shape) for tensor in tensors if tensor.dim() > 0), ())
+    return batch_shape((*args, *kwargs.values()))
 
 
 def batch_shapes(*values: Any) -> tuple[Shape, ...]:
