@@ -258,10 +258,14 @@ class _Attribute:
         return self.is_there and self.get() is value
 
     def set(self, value: Any) -> None:
+        owner = self._owner()
         if value is _MISSING:
-            delattr(self._owner(), self._name)
+            delattr(owner, self._name)
+        elif not isinstance(owner, type) and isinstance(type(owner).__setattr__, types.FunctionType):
+            # A class may hand on what is set, as Lightning's Fabric does to the module that it wraps.
+            object.__setattr__(owner, self._name, value)
         else:
-            setattr(self._owner(), self._name, value)
+            setattr(owner, self._name, value)
 
 
 class _Variable:

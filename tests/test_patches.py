@@ -302,3 +302,25 @@ def test_a_change_whose_maker_forgot_it_stays_in_the_list(library: Any) -> None:
     Patches("forgotten").wrap(library, "double", _plus(1))
     assert _places() == ["library.double"]
     patches._active.popitem()
+
+
+def test_what_is_put_into_an_object_is_not_handed_on_by_its_class() -> None:
+    """GIVEN an object that sets attributes of another as well WHEN one of it is replaced THEN the other keeps its."""
+
+    class Inner:
+        def forward(self) -> str:
+            return "own"
+
+    class Wrapper(Inner):
+        def __init__(self) -> None:
+            object.__setattr__(self, "inner", Inner())
+
+        def __setattr__(self, name: str, value: object) -> None:
+            setattr(self.inner, name, value)
+            object.__setattr__(self, name, value)
+
+    wrapper = Wrapper()
+    with Patches("a test") as patches:
+        patches.replace(wrapper, "forward", lambda: "new")
+        assert (wrapper.forward(), wrapper.inner.forward()) == ("new", "own")
+    assert (wrapper.forward(), wrapper.inner.forward()) == ("own", "own")
