@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
 from memwall.trace.event_log import EventLog
 from memwall.trace.gradient_hooks import OwnHook
@@ -74,6 +75,10 @@ class GradientWatch:
         self._reason = self._reason or reason
 
     def _accumulated(self, parameter: Tensor) -> None:
+        with without_subclass_functions():  # to look at a parameter does not bring it in
+            self._note(parameter)
+
+    def _note(self, parameter: Tensor) -> None:
         if self._values is None:
             self._values = {id(one): GroupValues(one) for one in optimizers_of(self._find_optimizers())}
         if torch.is_grad_enabled():
@@ -117,7 +122,8 @@ class GradientWatch:
         first_unpacked = self._first_unpacked()
         for key, numbers in self._whole.items():
             name, parameter = self._names[key]
-            index = self._log.index_of(local_part(parameter))
+            with without_subclass_functions():  # to look at a parameter does not bring it in
+                index = self._log.index_of(local_part(parameter))
             # A block that is computed again is so when backward first asks for something that it saved: before the
             # operations that make the gradient.
             begun = (first_unpacked.get(call, -1) for call in in_forward.get(index, ()))
