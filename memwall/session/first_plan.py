@@ -20,7 +20,7 @@ from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import techniques
 from memwall.trace.modules import fingerprint
-from memwall.trace.records import Trace
+from memwall.trace.records import COMPILED_CODE, Trace
 from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -125,13 +125,14 @@ def planned(
         is_first: whether the run has had no plan before. One that has is not ended by a step that was recorded anew.
 
     Raises:
-        InfeasibleError: nothing fits; a run under the smallest budget that it names has room for planning as well. On a
-            device the first step did not fit, with which the next run begins again; on a CPU that is judged when the
-            run has ended: a model that is compiled as a whole saves less from its second step on.
+        InfeasibleError: nothing fits, or the first step did not, with which the next run begins again; a run under the
+            smallest budget that it names has room for planning as well.
     """
     _warn_of_limit(trace, settings)
     first = settings.first_step
     is_passed = is_first and first is not None and first.needed_bytes > settings.budget_bytes
+    # One that is compiled as a whole saves less from its second step on: whether it has passed is judged at the end.
+    is_refused = is_passed and COMPILED_CODE not in trace.names
     if trace.device != "cpu" and is_passed:
         raise RecordingSearch(trace, settings).infeasible()
     before_bytes, is_metered = process_bytes(), trace.device == "cpu" and reset_process_peak()
@@ -142,13 +143,15 @@ def planned(
     peak_bytes = process_peak_bytes() if is_metered else 0
     allocator.trim()
     grown_bytes = process_bytes() - before_bytes if trace.device == "cpu" else 0
-    if plan is None:
+    if plan is None or is_refused:
         if first is not None:
             first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, peak_bytes))
             settings = msgspec.structs.replace(settings, first_step=first)
         trace = charged(trace, max(0, grown_bytes))
         if is_metered and peak_bytes - before_bytes > _NOTED_BYTES:
             settings = _rehearsed(trace, settings)
+        if is_refused:
+            raise RecordingSearch(trace, settings).infeasible()
         plan = make_plan(trace, settings)
     elif grown_bytes > plan.forecast.margin_bytes * _GROWTH_SHARE:
         trace = charged(trace, grown_bytes)

@@ -14,7 +14,7 @@ from memwall.predict.first_step import FirstStep
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.process import ProcessModel, calibrated
 from memwall.session import first_plan as planning
-from memwall.trace.records import Trace
+from memwall.trace.records import COMPILED_CODE, Trace
 from memwall.trace.trace_builder import TraceBuilder, record
 from memwall.trace.workload import Workload
 
@@ -71,6 +71,26 @@ def test_a_refusal_counts_what_planning_for_the_told_budget_holds(
     monkeypatch.setattr(planning, "process_peak_bytes", lambda: next(peaks))
     first = FirstStep(needed_bytes=150 * MIB, in_memory_bytes=0, stays_from_bytes=0)
     assert refused(trace, first) >= 790 * MIB
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_first_step_that_passed_the_budget_is_refused_though_later_ones_would_fit(
+    is_compiled: bool, trace: Trace
+) -> None:
+    """GIVEN a budget for which there is a plan, but not for the step before it THEN one is told that both keep to, but
+    of a compiled model, which saves less later, that is judged when the run has ended.
+    """
+    if is_compiled:
+        trace = msgspec.structs.replace(trace, names=(*trace.names, COMPILED_CODE))
+    first = FirstStep(needed_bytes=2100 * MIB, in_memory_bytes=0, stays_from_bytes=0)
+    settings = Settings(budget_bytes=2000 * MIB, first_step=first)
+    assert make_plan(trace, settings).forecast.fits
+    if is_compiled:
+        assert planning.planned(trace, settings, AllocatorHandler())[1].forecast.passed_phases == ()
+        return
+    with pytest.raises(InfeasibleError) as error:
+        planning.planned(trace, settings, AllocatorHandler())
+    assert error.value.smallest_feasible_bytes >= 2100 * MIB
 
 
 def test_an_evaluation_that_does_not_fit_is_refused_with_the_ways_out() -> None:
