@@ -68,8 +68,10 @@ def plan_ranks(
         _settle_least(open_kinds)
         best = _inside_margin(open_kinds)
     else:
-        for found_with in (some_kept, gathered_ahead):
-            for base in tuple(open_kinds):
+        # Each number of kept units is a search: of the best kind alone. Distances are few.
+        offers = ((some_kept, (best,)), (gathered_ahead, None))
+        for found_with, bases in offers:
+            for base in bases or tuple(open_kinds):
                 found = found_with(base, units.of(units.steady), at_most=best.seconds() / _AS_FAST)
                 if found is not None:
                     kinds.insert(kinds.index(base) + 1, found)

@@ -12,6 +12,7 @@ from memwall.predict.sharding.fsdp2 import Fsdp2
 from memwall.predict.sharding.units import ShardUnit
 
 _DISTANCES = (2, 4)
+_CLEARLY_LESS = 0.98
 
 
 def some_kept(base: OneKind, units: tuple[ShardUnit, ...], *, at_most: float) -> OneKind | None:
@@ -29,7 +30,7 @@ def some_kept(base: OneKind, units: tuple[ShardUnit, ...], *, at_most: float) ->
     best, low, high = base if base.is_searched else None, 0, sum(not unit.is_root for unit in units)
     while high - low > 1:
         most = base.of(replace(base.kind, num_kept=high - 1))
-        if most.least_seconds >= at_most:
+        if most.least_seconds >= min(at_most, _CLEARLY_LESS * base.least_seconds):
             break
         middle = (low + high) // 2
         one = base.of(replace(base.kind, num_kept=middle))
@@ -55,7 +56,8 @@ def gathered_ahead(base: OneKind, units: tuple[ShardUnit, ...], *, at_most: floa
     best = None
     for num_ahead in _DISTANCES:
         one = base.of(replace(base.kind, num_ahead=num_ahead))
-        if one.least_seconds < at_most:
+        # Of units that are alike it hides no more, whatever the plan beside it: most models need no search.
+        if one.least_seconds < min(at_most, _CLEARLY_LESS * base.least_seconds):
             one.search()
             if one.fits and one.seconds() < at_most:
                 best, at_most = one, one.seconds()
