@@ -33,11 +33,11 @@ from memwall.machine.hardware import hardware_named
 from memwall.machine.meter import process_peak_bytes, reset_process_peak
 from memwall.planning.one_recording.recording_search import RecordingSearch
 from memwall.planning.settings import Settings
-from memwall.planning.techniques import gradient_release
 
 OUTPUT = Path(__file__).parent / "results" / "cpu" / "gradient_release.json"
 DEVICES, DTYPES = ("rtx-4090", "h100-80gb"), ("bfloat16", "float32")
 NUM_STEPS, MIB = 6, 1 << 20
+ALLOWED = ("gradient-release",)
 
 
 class Block(nn.Module):
@@ -67,12 +67,7 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-def without_technique() -> None:
-    """Has plans of this process know nothing of it."""
-    type(gradient_release.TECHNIQUE).locations = lambda *_: ""  # type: ignore[method-assign, assignment]
-
-
-def train(budget_bytes: int) -> dict[str, Any]:
+def train(budget_bytes: int, allow: tuple[str, ...]) -> dict[str, Any]:
     """Trains under a budget, or plainly under none; returns peak, step and digest, or the smallest budget."""
     torch.set_num_threads(2)
     torch.manual_seed(0)
@@ -93,7 +88,7 @@ def train(budget_bytes: int) -> dict[str, Any]:
 
     try:
         if budget_bytes:
-            with memwall.fit(model, optimizer, budget=budget_bytes, no_disk=True) as session:
+            with memwall.fit(model, optimizer, budget=budget_bytes, no_disk=True, allow=allow) as session:
                 run()
                 assert session.plan is not None
                 kinds = [str(action.__struct_config__.tag) for action in session.plan.actions]
@@ -158,13 +153,10 @@ def simulated(device: str, dtype: str) -> dict[str, Any]:
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-5),
     )
     trace = device_run_of_spec(workload, hardware, is_evaluated=False).training
-    settings = Settings(budget_bytes=1 << 40, hardware=hardware)
-    technique = type(gradient_release.TECHNIQUE)
-    real, row = technique.locations, {"tag": "simulated", "device": device, "dtype": dtype}
-    for name, locations in (("released_bytes", real), ("without_bytes", lambda *_: "")):
-        technique.locations = locations  # type: ignore[method-assign, assignment]
+    row: dict[str, Any] = {"tag": "simulated", "device": device, "dtype": dtype}
+    for name, allow in (("released_bytes", ALLOWED), ("without_bytes", ())):
+        settings = Settings(budget_bytes=1 << 40, hardware=hardware, allow=allow)
         row[name] = RecordingSearch(trace, settings).smallest_bytes()
-    technique.locations = real  # type: ignore[method-assign]
     return {**row, "less_percent": round(100 * (1 - row["released_bytes"] / row["without_bytes"]), 1)}
 
 
@@ -175,9 +167,7 @@ def main() -> int:
     parser.add_argument("--without", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
-        if arguments.without:
-            without_technique()
-        print(json.dumps(train(arguments.child)))
+        print(json.dumps(train(arguments.child, () if arguments.without else ALLOWED)))
         return 0
     devices = [simulated(device, dtype) for device in DEVICES for dtype in DTYPES]
     rows = measured(arguments.rounds)

@@ -53,7 +53,7 @@ AllowOption = Annotated[
     typer.Option(
         "--allow",
         metavar="KIND,...",
-        help="Allow what is not bit-exact; --allow help lists the kinds.",
+        help="Allow what is not bit-exact for every loop; --allow help lists the kinds.",
         is_eager=True,
         callback=_list_allowed,
     ),

@@ -67,7 +67,10 @@ def allowed_words(words: Sequence[str], *, option: str = "allow") -> tuple[str, 
         raise UsageError(f"{option}: {' and '.join(modes)} are modes; expected one of them")
     (mode,) = modes
     _, allows = MODES[mode]
-    offered = [word for word in known if exactness[word] in allows]
+    # What keeps the bits and yet needs its word binds the loop: no mode has it, and any may have it beside.
+    offered = [
+        word for word in known if exactness[word] in allows or (exactness[word] == "bit-exact" and word in words)
+    ]
     for word in words:
         if word in known and word not in offered:
             wider = next(each for each, (_, exact) in MODES.items() if exactness[word] in exact)

@@ -119,8 +119,9 @@ def test_commands_and_options_are_pinned() -> None:
         ),
         (
             "run --budget 1GiB --allow precision,magic train.py",
-            "--allow: 'magic' is not known; expected one or more of cpu-optimizer-step, low-bit-optimizer, "
-            "precision, kernels, graphs, low-bit-offload, gradient-compression, or a mode: exact, balanced, smallest",
+            "--allow: 'magic' is not known; expected one or more of gradient-release, cpu-optimizer-step, "
+            "low-bit-optimizer, precision, kernels, graphs, low-bit-offload, gradient-compression, or a mode: "
+            "exact, balanced, smallest",
         ),
         (
             "run --budget 1GiB --mode small train.py",
@@ -293,6 +294,7 @@ def test_a_mode_is_one_word_for_several() -> None:
     assert options.parse_allow(None, "exact") == ("exact",)
     assert options.parse_allow("kernels", "balanced") == options.parse_allow("balanced") == balanced
     assert options.parse_allow("precision", "smallest") == everything
+    assert options.parse_allow("gradient-release", "exact") == ("exact", "gradient-release")
 
 
 @pytest.mark.parametrize("command", ["run", "plan"])

@@ -297,6 +297,7 @@ def test_an_infeasible_budget_says_by_how_much_and_what_would_help(
         "  - halve the micro-batch and accumulate: batch size 4 to 2, 2 accumulation steps (the same global batch)\n"
         "  - allow fused kernels for RMSNorms, gated MLPs and the loss of a language model: --allow kernels\n"
         "  - allow bfloat16 autocast, which changes numerics: --allow precision\n"
+        "  - step within backward, for a loop whose steps are all alike: --allow gradient-release\n"
         "  - shorten the sequence or lower the resolution"
     )
     assert error.value.relaxations == tuple(line[4:] for line in str(error.value).splitlines()[2:])
@@ -308,7 +309,7 @@ def test_an_infeasible_budget_says_by_how_much_and_what_would_help(
 def test_what_was_allowed_already_is_not_offered_again(a_trace: Callable[[str], Trace]) -> None:
     trace = a_trace("gpt")
     with pytest.raises(InfeasibleError) as error:
-        plan(trace, budget=110 * MIB, allow=("precision", "kernels"), global_batch=4)
+        plan(trace, budget=110 * MIB, allow=("precision", "kernels", "gradient-release"), global_batch=4)
     assert error.value.relaxations == ("shorten the sequence or lower the resolution",)
 
 

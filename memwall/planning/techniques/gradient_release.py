@@ -39,11 +39,16 @@ class _GradientRelease(Technique[GradientRelease]):
     record = GradientRelease
     order = 15
     step_rank = 4
+    allow = "gradient-release"
+    allow_means = "the optimizer may step within backward; bit-exact for a loop whose steps are all alike"
+    allow_exactness = "bit-exact"
     choice = "worth-freedom"
     advice_rank = 6
 
     def why_not(self, trace: Trace, allow: tuple[str, ...]) -> str | None:
         """Returns why gradients have to be there when the optimizer begins; None if they need not."""
+        if self.allow not in allow:
+            return "a loop that does otherwise later could train wrong; allow it with --allow gradient-release"
         use = steady_step(trace).gradient_use
         if trace.device not in ("cpu", "cuda"):
             return f"gradients are released in CPU and CUDA memory only; the trace is of device '{trace.device}'"
@@ -60,10 +65,9 @@ class _GradientRelease(Technique[GradientRelease]):
         return use.reason or None
 
     def advice(self, trace: Trace, allow: tuple[str, ...], *, can_split: bool) -> str | None:
-        use = steady_step(trace).gradient_use
-        if use is None or not use.reason or trace.num_micro_batches > 1:
+        if self.why_not(trace, (self.allow,)) is not None or self.allow in allow:
             return None
-        return f"have gradients released within backward, which this step rules out: {use.reason}"
+        return "step within backward, for a loop whose steps are all alike: --allow gradient-release"
 
     def locations(self, inputs: SearchInputs, ordinary: tuple[Location, ...] | str) -> tuple[Location, ...] | str:
         trace, steady, settings = inputs.trace, inputs.steady, inputs.settings
