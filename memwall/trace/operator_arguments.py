@@ -19,7 +19,7 @@ def tensors_among(values: Any, found: list[Tensor]) -> list[Tensor]:
         elif isinstance(value, dict):
             tensors_among(value.values(), found)
         elif hasattr(value, "__dataclass_fields__"):
-            tensors_among(vars(value).values(), found)
+            tensors_among(_fields_of(value), found)
     return found
 
 
@@ -37,18 +37,27 @@ def batch_shape(values: Iterable[Any]) -> tuple[int, ...]:
         elif isinstance(value, Mapping):
             shape = batch_shape(value.values())
         else:
-            shape = batch_shape(vars(value).values()) if hasattr(value, "__dataclass_fields__") else ()
+            shape = batch_shape(_fields_of(value)) if hasattr(value, "__dataclass_fields__") else ()
         if shape:
             return shape
     return ()
 
 
+def _fields_of(value: Any) -> list[Any]:
+    """Returns what the fields of a dataclass hold, which need not have a dictionary."""
+    return [getattr(value, name, None) for name in value.__dataclass_fields__]
+
+
 def _padded(samples: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the shape of samples that are put together, each as large as the largest; () where they cannot be."""
+    """Returns the shape of samples that are put together, each as large as the largest; () where they are none.
+
+    Integers of one size are tokens and their mask.
+    """
     if len(samples) < 2 or not all(isinstance(each, Tensor) for each in samples):
         return ()
     shapes = [tuple(each.shape) for each in samples]
-    are_alike = len(shapes[0]) > 0 and all(len(shape) == len(shapes[0]) for shape in shapes)
+    is_one_each = len(set(shapes)) > 1 or samples[0].is_floating_point()
+    are_alike = is_one_each and len({len(shape) for shape in shapes}) == 1 and len(shapes[0]) > 0
     return (len(shapes), *map(max, zip(*shapes, strict=True))) if are_alike else ()
 
 

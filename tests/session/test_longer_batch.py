@@ -1,5 +1,6 @@
 """A batch that is larger than the recorded one, and has no room under its plan, is recorded before its forward."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import memwall
 from memwall.errors import InfeasibleError
 from memwall.machine.meter import process_bytes, return_free_memory
 from memwall.session.loop.longer_batch import Shape, input_shape, is_too_large
+from memwall.trace.operator_arguments import tensors_among
 
 MIB = 1 << 20
 
@@ -58,7 +60,19 @@ def test_images_of_several_sizes_count_as_what_they_are_padded_to() -> None:
     assert input_shape((images, [{"boxes": torch.ones(2, 4)}]), {}) == (2, 3, 7, 9)
     assert input_shape((), {"images": tuple(images)}) == (2, 3, 7, 9)
     assert input_shape((images[:1],), {}) == (3, 4, 9)
+    assert input_shape(([torch.ones(3, 4, 9)] * 2,), {}) == (2, 3, 4, 9)
     assert input_shape(([torch.ones(2), torch.ones(2, 2)],), {}) == (2,)
+    assert input_shape(([torch.ones(8, 128, dtype=torch.long)] * 2,), {}) == (8, 128)  # tokens, and their mask
+
+
+def test_fields_of_a_batch_without_a_dictionary_are_looked_at() -> None:
+    @dataclass(slots=True)
+    class Batch:
+        name: str
+        tokens: torch.Tensor
+
+    assert input_shape((Batch("train", torch.ones(4, 5)),), {}) == (4, 5)
+    assert [tensor.shape for tensor in tensors_among((Batch("train", torch.ones(4, 5)),), [])] == [(4, 5)]
 
 
 class Detector(nn.Module):
