@@ -135,7 +135,7 @@ for model in models:
 
 
 _NUM_STEPS = {
-    "a second stage": 5,
+    "a second stage": 6,
     "parts that are called, and no whole": 4,
     "layers that train themselves by their forwards": 6,
     "mixed precision by hand, whose second step is left out": 4,
