@@ -139,14 +139,22 @@ class NotExactError(ApplyError):
         found: what differs.
     """
 
-    def __init__(self, *, action: str, found: str, way_out: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        action: str,
+        found: str,
+        effect: str = "changes the training, though it says that it does not",
+        way_out: str = "",
+    ) -> None:
         """Says so.
 
         Args:
+            effect: what the action does, which is an error.
             way_out: what to do; by default no parameter has changed by it, and the plan is to be made without it.
         """
         super().__init__(
-            f"{action} changes the training, though it says that it does not: {found}. "
+            f"{action} {effect}: {found}. "
             + (
                 way_out
                 or "The run ends before a gradient of this step is used; make the plan without it, or report it with "

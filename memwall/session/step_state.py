@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from memwall.apply.optimizer_state.spent_gradient import SpentGradient
 from memwall.session.model_state import ModelState
 from memwall.torch_internals.autograd import version_of
 
@@ -27,7 +28,8 @@ class StepState:
         self._of_model.take()
         self._versions = [(n, p, version_of(p)) for n, p in self._model.named_parameters() if not p.is_inference()]
         self._gradients = [(p, p.grad) for p in self._model.parameters() if p.requires_grad]
-        self._has_gradients = _any([gradient for _, gradient in self._gradients if gradient is not None])
+        present = [gradient for _, gradient in self._gradients if gradient is not None]
+        self._has_gradients = any(isinstance(one, SpentGradient) for one in present) or _any(present)
 
     def drop_constants(self) -> None:
         """Stops copying large buffers that the step which has ended left as they were."""

@@ -34,6 +34,7 @@ class GradientWatch:
         self._whole: dict[int, list[int]] = {}
         """Operations before which a gradient got another term, by its parameter."""
         self._gradients: dict[int, int] = {}
+        self._sparse: set[int] = set()
         self._values: dict[int, GroupValues] | None = None
         self._stepped: set[int] = set()
         self._reason = ""
@@ -86,6 +87,8 @@ class GradientWatch:
         self._whole.setdefault(id(parameter), []).append(len(self._log.ops))
         if parameter.grad is not None:
             self._gradients[id(parameter)] = self._log.index_of(local_part(parameter.grad))
+            if parameter.grad.is_sparse:
+                self._sparse.add(id(parameter))
 
     def _use_by_others(self) -> str:
         """Returns who looks at gradients, parameters or state between the first gradient and the step's end."""
@@ -128,7 +131,7 @@ class GradientWatch:
             # operations that make the gradient.
             begun = (first_unpacked.get(call, -1) for call in in_forward.get(index, ()))
             is_read = read_last.get(index, -1) >= numbers[0] or any(number >= numbers[0] for number in begun)
-            if len(numbers) > 1 or is_read or key not in self._stepped:
+            if len(numbers) > 1 or is_read or key not in self._stepped or key in self._sparse:
                 gradient = self._gradients.get(key, -1)
                 yield name, self._log.storages[gradient].nbytes if gradient >= 0 else 0
 

@@ -153,3 +153,19 @@ def test_parameters_that_no_optimizer_steps_wait() -> None:
     found = builder.finish_step(optimizer).gradient_use
     assert found is not None
     assert [name for name, _ in found.waiting] == ["embed.weight"]
+
+
+def test_sparse_gradients_wait() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = nn.Sequential(nn.Embedding(256, 8, sparse=True), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    builder = TraceBuilder([model])
+    builder.start_step(optimizer)
+    step(model, optimizer, batches(1)[0])
+    found = builder.finish_step(optimizer).gradient_use
+    assert found is not None
+    assert (found.reason, [name for name, _ in found.waiting]) == ("", ["0.weight"])

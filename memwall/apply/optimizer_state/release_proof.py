@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memwall.apply.blocks.digests import difference, digest_of
 from memwall.apply.optimizer_state.partial_step import Arguments, step_some
-from memwall.apply.optimizer_state.spent_gradient import not_exact
+from memwall.errors import NotExactError
 
 _MAX_BYTES = 256 << 10
 """Parameters that are copied in one step, with twice or three times that for gradients and state."""
@@ -66,9 +66,12 @@ class ReleaseProof:
                 pairs = [(one.parameter, one.copy)]
                 pairs += [(made.get(key), value) for key, value in expected.items() if isinstance(value, Tensor)]
                 if any(difference([digest_of(b)], [digest_of(a)]) for a, b in pairs):
-                    raise not_exact(
-                        f"a parameter {list(one.parameter.shape)} or its state is not what the optimizer's own step "
-                        "makes of it"
+                    raise NotExactError(
+                        action="stepping within backward",
+                        found=f"a parameter {list(one.parameter.shape)} or its state is not what the optimizer's own "
+                        "step makes of it",
+                        way_out="Some parameters are stepped, so the run ends: begin again without --allow "
+                        "gradient-release, and report it with the model",
                     )
         finally:
             for one in taken:

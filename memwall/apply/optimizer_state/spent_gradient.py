@@ -8,15 +8,20 @@ from torch import Tensor
 from memwall.errors import NotExactError
 from memwall.torch_internals.dispatch import disabled_torch_function, make_wrapper
 
-WAY_OUT = (
-    "Some parameters have been stepped already, so the run ends: begin again, or from its last checkpoint, with a "
-    "larger budget, or so that the first step does what later ones do"
+_WAY_OUT = (
+    "Some parameters have been stepped already, so the run ends: begin again, or from its last checkpoint, without "
+    "--allow gradient-release, or so that the first step does what later ones do"
 )
 
 
 def not_exact(found: str) -> NotExactError:
     """Returns the error of a loop that does otherwise than in the step that was recorded."""
-    return NotExactError(action="stepping within backward", found=found, way_out=WAY_OUT)
+    return NotExactError(
+        action="stepping within backward",
+        found=found,
+        effect="is for loops whose steps are all alike, and this one does otherwise than in its recorded step",
+        way_out=_WAY_OUT,
+    )
 
 
 class SpentGradient(Tensor):
@@ -27,7 +32,7 @@ class SpentGradient(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor) -> "SpentGradient":
         made: SpentGradient = make_wrapper(
-            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device
+            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=like.device, storage_size=0
         )
         return made
 

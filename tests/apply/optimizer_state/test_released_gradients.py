@@ -1,6 +1,7 @@
 """Parameters that are stepped within backward: the bits of a plain run, its peak without gradients, one clear error."""
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 import memwall
 from memwall.apply.optimizer_state import released_gradients
 from memwall.apply.optimizer_state.released_gradients import ReleasedGradients
+from memwall.apply.optimizer_state.spent_gradient import SpentGradient
 from memwall.errors import ApplyError, NoEffectError, NotExactError
 from memwall.planning.action import Action
 from memwall.planning.techniques.gradient_release import GradientRelease
 from memwall.planning.techniques.recompute import Recompute
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.gradient_release import with_gradients_released
+from memwall.session.step_state import StepState
 from memwall.trace.modules import fingerprint
 from memwall.trace.trace_builder import TraceBuilder
 
@@ -39,6 +42,7 @@ def trained(
     """What six steps make of a model, under a plan with these actions if there are any."""
     torch.manual_seed(0)
     model = (TiedModel() if model is None else model).to(device)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = MAKERS[name](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
@@ -49,11 +53,12 @@ def trained(
 
     if actions:
         made = a_plan(*actions, device=device, model_fingerprint=fingerprint([model]), process_bytes=1)
-        with memwall.fit(model, optimizer, plan=made) as session:
+        with memwall.fit(model, optimizer, plan=made) as session, suppress(Ends):
             assert session is not None
             run()
     else:
         run()
+    assert all(bool((one != other).any(-1).all()) for one, other in zip(before, model.parameters(), strict=True))
     return [*state_of(model, optimizer), scheduler.get_last_lr()]
 
 
@@ -67,8 +72,8 @@ def test_bits_are_those_of_a_plain_run(name: str, device: str) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
         optimizer.zero_grad()
         model(batch).backward()
+        seen.append([isinstance(p.grad, SpentGradient) for p in model.parameters()])
         optimizer.step()
-        seen.append([p.grad is None for p in model.parameters()])
 
     seen: list[list[bool]] = []
     assert are_same(trained(name, device=device), trained(name, released(), step=step, device=device))
@@ -146,6 +151,30 @@ def _write(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) ->
     next(model.parameters()).mul_(0.5)
 
 
+def _save_model(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    model.state_dict()
+
+
+def _save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    optimizer.state_dict()
+
+
+def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    optimizer.load_state_dict({"state": {}, "param_groups": []})
+
+
+def _run_part(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    model.embed(batch)
+
+
+def _end(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    raise Ends
+
+
+class Ends(Exception):
+    """Ends a loop between backward and step."""
+
+
 @pytest.mark.parametrize(
     ("does", "found"),
     [
@@ -154,6 +183,11 @@ def _write(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) ->
         (_add_up, "a forward runs after a backward whose step the optimizer has not ended"),
         (_drop, "a gradient was dropped or put in place of another between backward and step"),
         (_write, "a parameter .* was written between backward and step"),
+        (_save_model, "are saved or loaded between backward and the optimizer's step"),
+        (_save_optimizer, "are saved or loaded between backward and the optimizer's step"),
+        (_load_optimizer, "are saved or loaded between backward and the optimizer's step"),
+        (_run_part, "a Embedding runs with parameters that have been stepped already"),
+        (_end, "the training ends after a backward whose step the optimizer has not ended"),
     ],
 )
 def test_a_loop_that_does_otherwise_later_ends_with_one_clear_error(does: Step, found: str) -> None:
@@ -162,13 +196,122 @@ def test_a_loop_that_does_otherwise_later_ends_with_one_clear_error(does: Step, 
     assert "Some parameters have been stepped already" in str(raised.value)
 
 
+def _reads(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def _leaves_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad = lambda: None  # type: ignore[method-assign, assignment, misc]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw fused"])
+@pytest.mark.parametrize(
+    ("does", "found"),
+    [
+        (_reads, "is looked at or added to after the optimizer has used it"),
+        (_steps, "the optimizer steps again with a gradient that it has used"),
+        (_leaves_gradients, "is looked at or added to after the optimizer has used it"),
+    ],
+)
+def test_gradients_that_are_used_after_the_step_are_an_error(
+    does: Callable[[nn.Module, torch.optim.Optimizer], None], found: str, name: str
+) -> None:
+    """GIVEN a loop that reads, steps or adds to gradients after its third step WHEN it does THEN it is told."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+        numbers.append(len(numbers))
+        model(batch).backward()
+        optimizer.step()
+        if len(numbers) == 3:
+            does(model, optimizer)
+        optimizer.zero_grad()
+
+    numbers: list[int] = []
+    with pytest.raises(NotExactError, match=found):
+        trained(name, released(), step=step)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw fused"])
+def test_groups_that_change_between_steps_are_followed(name: str) -> None:
+    """GIVEN a loop whose groups are turned around, and lose a parameter WHEN it trains THEN bits are the plain ones."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+        groups = optimizer.param_groups
+        if len(groups) == 1:
+            first = groups[0]["params"]
+            groups.append({**groups[0], "params": first[:3], "initial_lr": 0.1, "lr": 0.1})
+            groups[0]["params"] = first[3:-1]
+        groups.reverse()
+        plain_step(model, optimizer, batch)
+        model.zero_grad()
+
+    assert are_same(_groups_turned(name, step), _groups_turned(name, step, released()))
+
+
+def _groups_turned(name: str, step: Step, *actions: Action) -> list[Any]:
+    torch.manual_seed(0)
+    model = TiedModel()
+    optimizer = MAKERS[name](model.parameters())
+    made = a_plan(*actions, model_fingerprint=fingerprint([model]), process_bytes=1)
+    with memwall.fit(model, optimizer, plan=made) if actions else nullcontext():
+        for number, batch in enumerate(batches(6)):
+            (step if number > 2 else plain_step)(model, optimizer, batch)
+    return [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw fused"])
+def test_a_backward_that_memory_ran_out_in_is_not_done_again(name: str) -> None:
+    """GIVEN some parameters stepped WHEN memory runs out later in that backward THEN the run ends."""
+
+    def out_of_memory(_: Tensor) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5000000 bytes.")
+
+    torch.manual_seed(0)
+    model = TiedModel()
+    optimizer = MAKERS[name](model.parameters())
+    within = ReleasedGradients(model, optimizer, waiting=(), window_bytes=1)
+    state = StepState(model)
+    state.take()
+    assert state.why_not() is None
+    model.blocks[0].up.weight.register_hook(out_of_memory)
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        model(batches(1)[0]).backward()
+    assert "was changed before the optimizer stepped" in (state.why_not() or "")
+    with pytest.raises(NotExactError, match="whose step the optimizer has not ended"):
+        within.undo()
+
+
+def test_a_step_within_backward_that_fails_midway_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: Any) -> None:
+        numbers.append(len(numbers))
+        if len(numbers) == 9:
+            raise RuntimeError("no memory")
+        real(*arguments)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+        with suppress(RuntimeError):
+            model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    numbers: list[int] = []
+    real = released_gradients.step_some
+    monkeypatch.setattr(released_gradients, "step_some", failing)
+    with pytest.raises(NotExactError, match="stepping a parameter within backward failed midway"):
+        trained("sgd", GradientRelease(window_bytes=1), step=step)
+
+
 def test_a_second_backward_through_the_same_graph_is_an_error() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
         loss = model(batch)
         loss.backward(retain_graph=True)
         loss.backward()
 
-    with pytest.raises((NotExactError, RuntimeError), match=r"stepping within backward|modified by an inplace"):
+    with pytest.raises(NotExactError, match="a second backward runs before the optimizer has ended the step"):
         trained("adamw", released(), step=step)
 
 
@@ -190,8 +333,9 @@ def test_parameters_that_backward_still_reads_wait_for_the_step() -> None:
     plain = trained("sgd", model=Masked())
     torch.manual_seed(3)
     assert are_same(plain, trained("sgd", released(waiting=("scale",)), model=Masked()))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        trained("sgd", GradientRelease(window_bytes=1), model=Masked())
+    for name in ("sgd", "adamw fused"):
+        with pytest.raises(NotExactError, match="backward reads a parameter that has been stepped already"):
+            trained(name, GradientRelease(window_bytes=1), model=Masked())
 
 
 def test_a_step_that_makes_other_bits_proves_itself_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
