@@ -14,7 +14,7 @@ from memwall.apply.blocks.executor import BlockLayer
 from memwall.apply.effect import Effect
 from memwall.apply.technique import Handler, Target
 from memwall.trace.attached import forward_of
-from memwall.trace.gradient_hooks import OwnHook
+from memwall.trace.gradients.gradient_hooks import OwnHook
 from memwall.trace.together import models_of
 
 B = TypeVar("B", bound=Any)

@@ -33,7 +33,7 @@ from memwall.checkpoint.training_state import random_states, restore_random_stat
 from memwall.errors import MemwallError, NotExactError
 from memwall.machine.process_group import num_processes
 from memwall.session.step_state import StepState
-from memwall.trace.gradient_hooks import has_foreign_hook
+from memwall.trace.gradients.gradient_hooks import has_foreign_hook
 
 ROUNDING_RATIO = 1e-3
 """The most that gradients of the same mathematics differ by in single precision, as a share of their norm."""

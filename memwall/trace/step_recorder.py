@@ -32,7 +32,7 @@ from memwall.trace.attached import attach_hook
 from memwall.trace.device_timer import DeviceTimer
 from memwall.trace.event_log import EventLog
 from memwall.trace.gathered import Gathered
-from memwall.trace.gradient_watch import GradientWatch
+from memwall.trace.gradients.gradient_watch import GradientWatch
 from memwall.trace.left_out.python_numbers import python_numbers
 from memwall.trace.modules import ModuleTable, as_moved
 from memwall.trace.op_work import OpWork, own_work_of, work_of

@@ -8,10 +8,10 @@ import torch
 from fake_steps import record_fake
 
 from memwall.machine.hardware import hardware_named
+from memwall.predict.cuda.fused_optimizer import can_fuse, with_fused_optimizer
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.cuda_allocator.step_peaks import step_peaks
 from memwall.predict.cuda_allocator.torch_releases import profile_for
-from memwall.predict.fused_optimizer import can_fuse, with_fused_optimizer
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 

@@ -20,8 +20,8 @@ from memwall.apply.optimizer_state.spent_gradient import SpentGradient, not_exac
 from memwall.patches import Patches
 from memwall.torch_internals.autograd import after_backward, current_backward, version_of
 from memwall.torch_internals.optimizers import step_pre_hooks
-from memwall.trace.gradient_hooks import OwnHook
-from memwall.trace.group_values import GroupValues
+from memwall.trace.gradients.gradient_hooks import OwnHook, has_foreign_hook
+from memwall.trace.gradients.group_values import GroupValues
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ReleasedGradients:
         self._is_awaited = False
         """Whether the end of the backward that runs steps what is pending."""
         self._in_step = is_stepping
-        self._num_states = len(optimizer.state)
+        self._num_states, self._state = len(optimizer.state), optimizer.state
         self._stepped: dict[Tensor, tuple[SpentGradient, int]] = {}
         """Says what stands for the gradient of each parameter that is ahead of the others, and its version."""
         self._spent: dict[Tensor, SpentGradient] = {}
@@ -132,7 +132,7 @@ class ReleasedGradients:
             return
         if self._values is None and not self._pending:
             self._groups = self._groups_now()
-        if parameter not in self._groups:
+        if parameter not in self._groups or has_foreign_hook(parameter):
             return
         if not self._is_awaited:
             self._is_awaited = True
@@ -157,7 +157,7 @@ class ReleasedGradients:
         if not parts:
             return
         if self._values is None:
-            self._values = GroupValues(self._optimizer)
+            self._values, self._state = GroupValues(self._optimizer), self._optimizer.state
             self.proof.begin_step()
         for number, some in parts.items():
             self.proof.take(self._optimizer, number, some)
@@ -205,6 +205,8 @@ class ReleasedGradients:
             raise not_exact(f"'{changed}' of the {type(optimizer).__name__} has changed since backward")
         if self._groups_now() != self._groups:
             raise not_exact(f"the {type(optimizer).__name__} has other parameters since backward")
+        if optimizer.state is not self._state:
+            raise not_exact(f"the state of the {type(optimizer).__name__} was replaced since backward")
         for parameter, (spent, version) in self._stepped.items():
             if version < 0:
                 raise not_exact("stepping a parameter within backward failed midway")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memwall.apply.streaming.streamed_parameter import StreamedParameter
 from memwall.errors import ApplyError
-from memwall.trace.gradient_hooks import has_foreign_hook
+from memwall.trace.gradients.gradient_hooks import has_foreign_hook
 
 
 class Unit:

@@ -15,7 +15,7 @@ from memwall.errors import ApplyError
 from memwall.machine.process_group import num_processes
 from memwall.planning.techniques.gradient_release import GradientRelease
 from memwall.torch_internals.optimizers import step_post_hooks, step_pre_hooks
-from memwall.trace.gradient_hooks import has_foreign_hook
+from memwall.trace.gradients.gradient_hooks import has_foreign_hook
 from memwall.trace.optimizers import joint_name
 
 _PATIENCE_STEPS = 2

@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from memwall.planning.settings import Settings
 from memwall.planning.technique import Recording, techniques
+from memwall.predict.cuda.fused_optimizer import can_fuse, with_fused_optimizer
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings
-from memwall.predict.fused_optimizer import can_fuse, with_fused_optimizer
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes

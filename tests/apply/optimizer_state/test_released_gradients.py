@@ -1,5 +1,6 @@
 """Parameters that are stepped within backward: the bits of a plain run, its peak without gradients, one clear error."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -163,6 +164,10 @@ def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, batch: T
     optimizer.load_state_dict({"state": {}, "param_groups": []})
 
 
+def _replace_state(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    optimizer.state = defaultdict(dict)
+
+
 def _run_part(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
     model.embed(batch)
 
@@ -186,6 +191,7 @@ class Ends(Exception):
         (_save_model, "are saved or loaded between backward and the optimizer's step"),
         (_save_optimizer, "are saved or loaded between backward and the optimizer's step"),
         (_load_optimizer, "are saved or loaded between backward and the optimizer's step"),
+        (_replace_state, "the state of the AdamW was replaced since backward"),
         (_run_part, "a Embedding runs with parameters that have been stepped already"),
         (_end, "the training ends after a backward whose step the optimizer has not ended"),
     ],
@@ -283,6 +289,23 @@ def test_a_backward_that_memory_ran_out_in_is_not_done_again(name: str) -> None:
     assert "was changed before the optimizer stepped" in (state.why_not() or "")
     with pytest.raises(NotExactError, match="whose step the optimizer has not ended"):
         within.undo()
+
+
+def test_gradients_of_parameters_with_hooks_that_come_later_stay() -> None:
+    """GIVEN hooks on accumulated gradients from the third step on WHEN a loop trains THEN bits are the plain ones."""
+
+    def halve(parameter: Tensor) -> None:
+        parameter.grad.mul_(0.5)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+        numbers.append(len(numbers))
+        if len(numbers) % 6 == 3:
+            model.blocks[1].up.weight.register_post_accumulate_grad_hook(halve)
+        plain_step(model, optimizer, batch)
+
+    numbers: list[int] = []
+    plain = trained("sgd", step=step)
+    assert are_same(plain, trained("sgd", GradientRelease(window_bytes=1), step=step))
 
 
 def test_a_step_within_backward_that_fails_midway_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

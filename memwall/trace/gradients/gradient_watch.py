@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
 from memwall.trace.event_log import EventLog
-from memwall.trace.gradient_hooks import OwnHook
-from memwall.trace.group_values import GroupValues
+from memwall.trace.gradients.gradient_hooks import OwnHook
+from memwall.trace.gradients.group_values import GroupValues
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import GradientUse
 

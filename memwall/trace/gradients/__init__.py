@@ -1,0 +1,1 @@
+"""What becomes of gradients in a recorded step, and whose hooks hear of them."""
