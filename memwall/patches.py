@@ -261,11 +261,20 @@ class _Attribute:
         owner = self._owner()
         if value is _MISSING:
             delattr(owner, self._name)
-        elif not isinstance(owner, type) and isinstance(type(owner).__setattr__, types.FunctionType):
-            # A class may hand on what is set, as Lightning's Fabric does to the module that it wraps.
+        elif not isinstance(owner, type) and _hands_on(type(owner)):
             object.__setattr__(owner, self._name, value)
         else:
             setattr(owner, self._name, value)
+
+
+def _hands_on(owner: type) -> bool:
+    """Tells whether objects may hand on what is set to another one, as Lightning's Fabric does to what it wraps.
+
+    Such a class looks up elsewhere what it lacks, and has its own way to set attributes; torch's modules have both.
+    """
+    ways = (vars(each).get(name) for each in owner.__mro__ for name in ("__getattr__", "__setattr__"))
+    own = {way.__name__ for way in ways if isinstance(way, types.FunctionType) and way.__module__[:6] != "torch."}
+    return len(own) == 2
 
 
 class _Variable:

@@ -315,6 +315,9 @@ def test_what_is_put_into_an_object_is_not_handed_on_by_its_class() -> None:
         def __init__(self) -> None:
             object.__setattr__(self, "inner", Inner())
 
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.inner, name)
+
         def __setattr__(self, name: str, value: object) -> None:
             setattr(self.inner, name, value)
             object.__setattr__(self, name, value)

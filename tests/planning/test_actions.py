@@ -13,6 +13,7 @@ from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.autocast import Autocast
 from memwall.planning.techniques.compiled_graphs import CompiledGraphs
 from memwall.planning.techniques.cpu_step import StepOnCpu
+from memwall.planning.techniques.gradient_release import GradientRelease
 from memwall.planning.techniques.kernels import FusedKernels
 from memwall.planning.techniques.low_bit_state import LowBitState
 from memwall.planning.techniques.offload import Offload
@@ -38,6 +39,10 @@ EXAMPLES: dict[str, tuple[Action, tuple[str, str, str]]] = {
     "kernels": (
         FusedKernels(modules=("h.0.norm", "h.0.mlp"), chunk_rows=2048),
         ("fused kernels, logits 2,048 rows at a time", "2 modules, loss", "equivalent"),
+    ),
+    "gradient-release": (
+        GradientRelease(window_bytes=2, waiting=("h.0.weight", "h.1.weight")),
+        ("step within backward, gradients released", "2 gradients stay", "bit-exact"),
     ),
     "compiled-graphs": (
         CompiledGraphs(ratio=0.25),
