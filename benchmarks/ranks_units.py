@@ -1,4 +1,4 @@
-"""What it saves that a plan for ranks sets single units of FSDP2: some kept gathered, or gathered further ahead.
+"""Measures what a plan for ranks saves by setting single units of FSDP2: kept gathered, or gathered further ahead.
 
     python benchmarks/ranks_units.py      # four situations of eight devices; about three minutes
 

@@ -118,7 +118,7 @@ class Module(Struct, frozen=True, array_like=True):
 
 
 class GradientUse(Struct, frozen=True, array_like=True):
-    """What a step does with gradients once backward has made them."""
+    """Says what a step does with gradients once backward has made them."""
 
     reason: str
     """Why all of them have to be there when the optimizer begins; "" where it could use each at once."""

@@ -119,7 +119,7 @@ def test_a_session_closes_in_another_thread_than_it_trained_in_and_hides_no_erro
 
 
 def forecast_bytes(*, retains: bool, is_later: bool, tmp_path: Path) -> tuple[int, int]:
-    """Of a loop whose variable holds a graph: the steady step's peak, and what the graph's tensors are."""
+    """Returns, for a loop whose variable holds a graph, the steady step's peak, and what the graph's tensors are."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), Block())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""What leaves memory in a recorded forward leaves it in a smaller one too, though its tensors are below the plan's."""
+"""Tensors that leave memory in a recorded forward do so in a smaller one too, though they are below the plan's size."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""What a recorded step says of its gradients: who looks at them, and which have to wait for the optimizer."""
+"""A recorded step tells of its gradients who looks at them, and which have to wait for the optimizer."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ Step = Callable[[nn.Module, Optimizer, Tensor], None]
 
 
 def use_of(step: Step, model: nn.Module | None = None, *, num_before: int = 0) -> GradientUse:
-    """What one step shows, after so many others."""
+    """Returns what one step shows, after so many others."""
     torch.manual_seed(0)
     model = TiedModel(2) if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -60,7 +60,7 @@ class Entry:
     source: StorageWeakRef
     """While this lives, no other storage can take the address in `key`."""
     guard: Tensor
-    """Of the tensor for which the range was sent away last."""
+    """Belongs to the tensor for which the range was sent away last."""
     number: int = -1
     older: "Entry | None" = None
     newer: "Entry | None" = None

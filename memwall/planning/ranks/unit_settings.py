@@ -1,4 +1,4 @@
-"""What FSDP2 can be told of single units: how many stay gathered, and how far ahead others are gathered.
+"""Lists what FSDP2 can be told of single units: how many stay gathered, and how far ahead others are gathered.
 
 A unit that stays gathered from forward to backward saves its second gather, and holds its bytes from its forward on.
 The last ones are kept, which hold them shortest. Gathers that begin further ahead hide behind more than one unit, where

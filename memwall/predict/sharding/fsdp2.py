@@ -30,7 +30,7 @@ class Fsdp2(Sharding, frozen=True, kw_only=True, tag="fsdp2"):
     reshard: Reshard = "yes"
     """The value of `reshard_after_forward`: True, False, or the ranks of a node."""
     num_kept: int = 0
-    """Of the units in order of forward so many last ones stay gathered, whatever the others do."""
+    """Counts the last units, in order of forward, that stay gathered, whatever the others do."""
     num_ahead: int = 1
     """A unit is gathered while so many before it run; more than one by `set_modules_to_forward_prefetch` and its twin.
 

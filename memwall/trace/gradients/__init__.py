@@ -1,1 +1,1 @@
-"""What becomes of gradients in a recorded step, and whose hooks hear of them."""
+"""Watches what becomes of gradients in a recorded step, and whose hooks hear of them."""

@@ -1,4 +1,4 @@
-"""What the groups of an optimizer say beside their parameters, such as learning rates, at two moments of a step."""
+"""Compares what the groups of an optimizer say beside their parameters, as learning rates, at two moments of a step."""
 
 from collections.abc import Callable
 from typing import Any

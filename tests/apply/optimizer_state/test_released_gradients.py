@@ -40,7 +40,7 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
 def trained(
     name: str, *actions: Action, step: Step = plain_step, device: str = "cpu", model: nn.Module | None = None
 ) -> list[Any]:
-    """What six steps make of a model, under a plan with these actions if there are any."""
+    """Returns what six steps make of a model, under a plan with these actions if there are any."""
     torch.manual_seed(0)
     model = (TiedModel() if model is None else model).to(device)
     before = [parameter.detach().clone() for parameter in model.parameters()]

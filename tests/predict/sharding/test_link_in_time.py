@@ -1,4 +1,4 @@
-"""What units wait for over a link that carries one collective after the other."""
+"""Units wait for a link that carries one collective after the other."""
 
 import pytest
 
