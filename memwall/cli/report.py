@@ -1,4 +1,4 @@
-"""Runs `memwall report`: writes a trace, snapshot, plan or run for a browser, Perfetto, memory_viz or a script."""
+"""Runs `memwall report`: writes a trace, snapshot, plan or run for a browser or a script, a trace for Perfetto too."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ _EXPECTED = (
 )
 _FORMATS: dict[str, tuple[Format, ...]] = {
     "trace": ("html", "perfetto", "memory_viz", "json"),
-    "snapshot": ("html", "perfetto", "memory_viz", "json"),
+    "snapshot": ("html", "json"),
     "plan": ("html", "json"),
     "run": ("html", "json"),
 }
@@ -131,15 +131,11 @@ def _trace_writers(source: Path) -> _Writers:
 def _snapshot_writers(source: Path) -> _Writers:
     from memwall.cli.source import snapshot_summary
     from memwall.report.html import save_page
-    from memwall.report.memory_viz import save_memory_viz
-    from memwall.report.perfetto import save_perfetto
     from memwall.trace.snapshot.read import load_snapshot
 
     snapshot = load_snapshot(source)
     return {
         "html": lambda path: save_page(_snapshot_page(snapshot, source), path),
-        "perfetto": lambda path: save_perfetto(snapshot, path),
-        "memory_viz": lambda path: save_memory_viz(snapshot, path),
         "json": lambda path: _save_json(snapshot_summary(snapshot), path),
     }
 

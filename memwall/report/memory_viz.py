@@ -1,4 +1,4 @@
-"""Writes traces and snapshots as `torch.cuda.memory._dump_snapshot` does, for pytorch.org/memory_viz and its kin.
+"""Writes traces as `torch.cuda.memory._dump_snapshot` does snapshots, for pytorch.org/memory_viz and its kin.
 
 A trace has operations instead of addresses, so each storage gets a place in one made-up expandable segment, the lowest
 that is free; its stack is the operation and the modules around it, its category gives the colour. Format: the docstring
@@ -7,7 +7,7 @@ of `torch.cuda.memory._snapshot`, and what torch/utils/viz/MemoryViz.js reads of
 
 import pickle
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from memwall.predict.curve import module_name
 from memwall.report.curves import clock_us
 from memwall.report.trace_grids import highest_point
 from memwall.trace.records import Step, Storage, Trace
-from memwall.trace.snapshot.records import Event, Snapshot, SnapshotSegment
 from memwall.versioned_files import whole_file
 
 _Json = dict[str, Any]
@@ -28,13 +27,13 @@ _GRANULE_BYTES = 2 << 20
 _UNKNOWN = "unknown"
 
 
-def save_memory_viz(source: Trace | Snapshot, path: Path) -> None:
-    """Writes a trace or a snapshot as a pickle of plain values.
+def save_memory_viz(trace: Trace, path: Path) -> None:
+    """Writes a trace as a pickle of plain values.
 
     Raises:
         UsageError: the trace has no operations, or the file cannot be written.
     """
-    found = trace_as_viz(source) if isinstance(source, Trace) else snapshot_as_viz(source)
+    found = trace_as_viz(trace)
     with whole_file(path) as file:
         pickle.dump(found, file, protocol=4)
 
@@ -49,60 +48,6 @@ def trace_as_viz(trace: Trace) -> _Json:
     if highest is None:
         raise UsageError("the trace has no operations, so there is nothing to show over time; record a training step")
     return _Arena(trace, highest.step).snapshot()
-
-
-def snapshot_as_viz(snapshot: Snapshot) -> _Json:
-    """Returns a snapshot as it was imported: control characters, unknown fields and unknown events are gone."""
-    stacks = [
-        [{"filename": frame.filename, "line": frame.line, "name": frame.name} for frame in stack]
-        for stack in snapshot.stacks
-    ]
-    has_categories = any(event.category for events in snapshot.traces for event in events)
-    return {
-        "segments": [_segment(segment, stacks) for segment in snapshot.segments],
-        "device_traces": [
-            [_event(event, stacks, has_categories=has_categories) for event in events] for events in snapshot.traces
-        ],
-        "allocator_settings": dict(snapshot.settings),
-        "external_annotations": [
-            {"device": mark.device, "time_us": mark.time_us, "stage": mark.stage, "name": mark.name}
-            for mark in snapshot.annotations
-        ],
-    }
-
-
-def _segment(segment: SnapshotSegment, stacks: Sequence[list[_Json]]) -> _Json:
-    used = [block for block in segment.blocks if block.state != "inactive"]
-    return {
-        "device": segment.device,
-        "address": segment.address,
-        "total_size": segment.num_bytes,
-        "allocated_size": sum(block.num_bytes for block in used if block.state == "active_allocated"),
-        "active_size": sum(block.num_bytes for block in used),
-        "requested_size": sum(block.requested_bytes for block in used),
-        "stream": segment.stream,
-        "segment_type": segment.kind,
-        "segment_pool_id": segment.pool,
-        "is_expandable": segment.is_expandable,
-        "frames": [],
-        "blocks": [
-            _block(block.address, block.num_bytes, block.requested_bytes, block.state, stacks[block.stack])
-            for block in segment.blocks
-        ],
-    }
-
-
-def _event(event: Event, stacks: Sequence[list[_Json]], *, has_categories: bool) -> _Json:
-    found: _Json = {"action": event.action}
-    if event.action == "oom":
-        found["device_free"] = event.device_free_bytes
-    else:
-        found["addr"] = event.address
-    found |= {"size": event.num_bytes, "stream": event.stream, "time_us": event.time_us, "pool_id": event.pool}
-    found["frames"] = stacks[event.stack]
-    if has_categories:
-        found["category"] = event.category or _UNKNOWN
-    return found
 
 
 class _Arena:

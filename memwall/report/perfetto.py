@@ -1,11 +1,11 @@
-"""Writes traces and snapshots as Chrome JSON, for ui.perfetto.dev and chrome://tracing.
+"""Writes traces as Chrome JSON, for ui.perfetto.dev and chrome://tracing.
 
-Counter tracks show bytes, slices show phases, modules, operations and marks. Format: "Trace Event Format"
+Counter tracks show bytes, slices show phases, modules and operations. Format: "Trace Event Format"
 (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), times in microseconds. Where no times are
-known a microsecond stands for one operation (or event), and the file says so.
+known a microsecond stands for one operation, and the file says so.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memwall.predict.curve import module_name
-from memwall.predict.snapshot.analysis import devices_of
-from memwall.predict.snapshot.device_history import recording_of
-from memwall.predict.snapshot.timeline import Timeline, timeline_of
 from memwall.report.curves import category_curves, phase_bands
 from memwall.report.curves import clock_us as step_clock_us
 from memwall.trace.records import Step, Trace
-from memwall.trace.snapshot.records import Annotation, Event, Snapshot
-from memwall.units import format_bytes
 from memwall.versioned_files import whole_file
 
 _Json = dict[str, Any]
 _PHASES, _OPS, _MODULES = 1, 2, 10
-_CALLS, _MARKS = 1, 10
 
 
-def save_perfetto(source: Trace | Snapshot, path: Path) -> None:
-    """Writes a trace or a snapshot as one JSON file, event by event.
+def save_perfetto(trace: Trace, path: Path) -> None:
+    """Writes a trace as one JSON file, event by event.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    if isinstance(source, Trace):
-        events, about = trace_events(source), _about_trace(source)
-    else:
-        events, about = snapshot_events(source), _about_snapshot(source)
     encode = msgspec.json.Encoder().encode
     with whole_file(path) as file:
-        file.write(b'{"displayTimeUnit":"ms","otherData":' + encode(about) + b',"traceEvents":[\n')
+        file.write(b'{"displayTimeUnit":"ms","otherData":' + encode(_about_trace(trace)) + b',"traceEvents":[\n')
         separator = b""
-        for event in events:
+        for event in trace_events(trace):
             file.write(separator + encode(event))
             separator = b",\n"
         file.write(b"\n]}\n")
@@ -60,24 +50,6 @@ def trace_events(trace: Trace) -> Iterator[_Json]:
         yield from _op_slices(trace, step, clock_us, pid)
         yield from _live_counters(trace, step, clock_us, pid)
         begin_us = float(clock_us[-1])
-
-
-def snapshot_events(snapshot: Snapshot) -> Iterator[_Json]:
-    """Gives the history of every device of a snapshot, each as a process of its own."""
-    times = [event.time_us for events in snapshot.traces for event in events if event.time_us]
-    begin_us = min(times, default=0)
-    for device in sorted(devices_of(snapshot)):
-        recording = recording_of(snapshot, device)
-        timeline = timeline_of(recording)
-        pid = device + 1
-        yield _name("process_name", pid, 0, f"GPU {device} (caching allocator)")
-        clock_us = timeline.time_us - begin_us if times else np.arange(len(timeline.time_us))
-        yield from _allocator_counters(timeline, clock_us, pid)
-        yield from _device_calls(recording.events, clock_us[1:], pid)
-        yield from _mark_slices([mark for mark in snapshot.annotations if mark.device == device], begin_us, pid)
-
-
-# -- traces ------------------------------------------------------------------------------------------------------------
 
 
 def _phase_slices(step: Step, clock_us: NDArray[np.float64], pid: int) -> Iterator[_Json]:
@@ -127,64 +99,6 @@ def _about_trace(trace: Trace) -> _Json:
         "microsecond": "measured time of the operations alone" if has_times else "one operation: no times are known",
         "base_bytes": trace.base_bytes,
     }
-
-
-# -- snapshots ---------------------------------------------------------------------------------------------------------
-
-
-def _allocator_counters(timeline: Timeline, clock_us: NDArray[np.int64], pid: int) -> Iterator[_Json]:
-    curves = {
-        "allocated": timeline.allocated_bytes,
-        "waiting for a stream": timeline.active_bytes - timeline.allocated_bytes,
-        "reserved": timeline.reserved_bytes,
-        "free, split": timeline.split_free_bytes,
-        "free, expandable": timeline.expandable_free_bytes,
-        "free, whole segments": timeline.idle_bytes,
-    }
-    for name, curve in curves.items():
-        if curve.any():
-            for position in [*_changes(curve[:, None]), len(curve) - 1]:
-                yield _counter(name, clock_us[position], pid, {"bytes": int(curve[position])})
-
-
-def _device_calls(events: Sequence[Event], clock_us: NDArray[np.int64], pid: int) -> Iterator[_Json]:
-    yield _name("thread_name", pid, _CALLS, "device memory calls")
-    for event, time_us in zip(events, clock_us, strict=True):
-        if event.action == "oom":
-            name = f"out of memory: {format_bytes(event.num_bytes)}"
-            args = {"requested_bytes": event.num_bytes, "device_free_bytes": event.device_free_bytes}
-        elif event.action.startswith("segment_"):
-            name, args = f"{event.action} {format_bytes(event.num_bytes)}", {"bytes": event.num_bytes}
-        else:
-            continue
-        scope = "p" if event.action == "oom" else "t"
-        yield {"name": name, "ph": "i", "s": scope, "ts": int(time_us), "pid": pid, "tid": _CALLS, "args": args}
-
-
-def _mark_slices(marks: Sequence[Annotation], begin_us: int, pid: int) -> Iterator[_Json]:
-    """Pairs of START and END of one name; what has only one of the two is left out."""
-    begun: dict[str, list[int]] = {}
-    spans = []
-    for mark in marks:
-        if mark.stage == "START":
-            begun.setdefault(mark.name, []).append(mark.time_us)
-        elif begun.get(mark.name):
-            spans.append((float(begun[mark.name].pop() - begin_us), float(mark.time_us - begin_us), mark.name))
-    yield from _nested_slices(spans, "mark", "marks", pid, _MARKS)
-
-
-def _about_snapshot(snapshot: Snapshot) -> _Json:
-    has_times = any(event.time_us for events in snapshot.traces for event in events)
-    return {
-        "source": "CUDA memory snapshot",
-        "microsecond": "of the machine's clock, from the first event on"
-        if has_times
-        else "one event: no times are known",
-        "allocator_settings": snapshot.settings,
-    }
-
-
-# -- events ------------------------------------------------------------------------------------------------------------
 
 
 def _nested_slices(

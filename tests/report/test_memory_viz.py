@@ -8,37 +8,21 @@ from typing import Any
 
 import msgspec
 import pytest
-from cuda_history import MIB, History, frame
+from cuda_history import MIB
 from torch.cuda import _memory_viz
 
 from memwall.errors import UsageError
 from memwall.predict.curve import peak_of
 from memwall.predict.snapshot.analysis import analyse_device
-from memwall.report.memory_viz import save_memory_viz, snapshot_as_viz, trace_as_viz
+from memwall.report.memory_viz import save_memory_viz, trace_as_viz
 from memwall.trace.records import Step, Trace
 from memwall.trace.snapshot.read import load_snapshot
-
-TRAIN = frame("/home/me/train.py", 42, "step")
-
-
-@pytest.fixture
-def history() -> History:
-    history = History()
-    history.segment(0, 20 * MIB)
-    history.alloc(0, 3 * MIB, 3 * MIB, [TRAIN])
-    history.alloc(3 * MIB, 5 * MIB - 100, 5 * MIB, [TRAIN])
-    history.request_free(0)
-    history.oom(64 * MIB, 7 * MIB)
-    return history
 
 
 def lines_of(viz: dict[str, Any]) -> list[str]:
     """What torch makes of the blocks: one line for each stack and state, with its bytes."""
     found: str = _memory_viz.memory(viz, format_flamegraph=lambda lines: lines)
     return found.splitlines()
-
-
-# -- traces ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_trace_is_one_segment_with_what_outlives_the_step(trace: Trace) -> None:
@@ -96,16 +80,10 @@ def test_storages_share_a_place_only_one_after_another(trace: Trace) -> None:
             assert held.pop(begin) == end
 
 
-def test_a_viewer_that_colours_by_category_finds_unknown_among_them(
-    trace: Trace, history: History, tmp_path: Path
-) -> None:
+def test_a_viewer_that_colours_by_category_finds_unknown_among_them(trace: Trace) -> None:
     # torch/utils/viz/MemoryViz.js stops with an error where there are categories, but none of this name.
     (events,) = trace_as_viz(trace)["device_traces"]
     assert {event["category"] for event in events} >= {"unknown", "parameter", "activation"}
-    history.events[1]["category"] = "activation"
-    (tmp_path / "in.pickle").write_bytes(pickle.dumps(history.snapshot()))
-    (again,) = snapshot_as_viz(load_snapshot(tmp_path / "in.pickle"))["device_traces"]
-    assert [event["category"] for event in again] == ["unknown", "activation", "unknown", "unknown", "unknown"]
 
 
 def test_a_trace_without_operations_has_nothing_to_show(trace: Trace, tmp_path: Path) -> None:
@@ -113,26 +91,6 @@ def test_a_trace_without_operations_has_nothing_to_show(trace: Trace, tmp_path: 
     with pytest.raises(UsageError, match="the trace has no operations, so there is nothing to show over time; record"):
         save_memory_viz(empty, tmp_path / "out.pickle")
     assert list(tmp_path.iterdir()) == []
-
-
-# -- snapshots ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_comes_out_as_it_went_in(history: History, tmp_path: Path) -> None:
-    (tmp_path / "in.pickle").write_bytes(pickle.dumps(history.snapshot()))
-    snapshot = load_snapshot(tmp_path / "in.pickle")
-    save_memory_viz(snapshot, tmp_path / "out.pickle")
-    assert load_snapshot(tmp_path / "out.pickle") == snapshot
-    raw, viz = history.snapshot(), pickle.loads((tmp_path / "out.pickle").read_bytes())
-    assert viz["segments"] == raw["segments"]
-    kept = [{key: value for key, value in event.items() if key in viz_event} for event, viz_event in pairs(raw, viz)]
-    assert viz["device_traces"] == [kept]
-    assert _memory_viz.segsum(viz) == _memory_viz.segsum(raw)
-    assert _memory_viz.trace(viz) == _memory_viz.trace(raw)
-
-
-def pairs(raw: dict[str, Any], viz: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return list(zip(raw["device_traces"][0], viz["device_traces"][0], strict=True))
 
 
 @pytest.mark.parametrize("plot", ["trace_plot", "segment_plot"])

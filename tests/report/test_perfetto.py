@@ -1,20 +1,17 @@
 """Chrome JSON: counters that add up to the curves, slices that lie inside each other."""
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from cuda_history import MIB, History
+from cuda_history import MIB
 
 from memwall.errors import UsageError
 from memwall.predict.curve import live_curve
-from memwall.report.perfetto import save_perfetto, snapshot_events, trace_events
+from memwall.report.perfetto import save_perfetto, trace_events
 from memwall.trace.records import ModuleCall, Step, Trace
-from memwall.trace.snapshot.read import load_snapshot
-from memwall.trace.snapshot.records import Snapshot
 
 Event = dict[str, Any]
 
@@ -32,28 +29,8 @@ def called(trace: Trace, step: Step) -> Trace:
     return msgspec.structs.replace(trace, steps=(msgspec.structs.replace(step, calls=calls),))
 
 
-@pytest.fixture
-def snapshot(tmp_path: Path) -> Snapshot:
-    history = History()
-    history.segment(0, 20 * MIB)
-    history.alloc(0, 3 * MIB, 3 * MIB)
-    history.request_free(0)
-    history.oom(64 * MIB, 7 * MIB)
-    raw = history.snapshot()
-    begin = raw["device_traces"][0][0]["time_us"]
-    for stage, name, offset in (("START", "step", 1), ("START", "forward", 2), ("END", "forward", 5), ("END", "x", 6)):
-        raw["external_annotations"].append({"device": 0, "time_us": begin + offset, "stage": stage, "name": name})
-    raw["external_annotations"].append({"device": 0, "time_us": begin + 20, "stage": "END", "name": "step"})
-    file = tmp_path / "in.pickle"
-    file.write_bytes(pickle.dumps(raw))
-    return load_snapshot(file)
-
-
 def slices(events: list[Event], kind: str) -> list[tuple[str, float, float, int]]:
     return [(e["name"], e["ts"], e["dur"], e["tid"]) for e in events if e["ph"] == "X" and e["cat"] == kind]
-
-
-# -- traces ------------------------------------------------------------------------------------------------------------
 
 
 def test_phases_and_operations_are_slices(called: Trace) -> None:
@@ -155,41 +132,3 @@ def test_a_disk_that_fills_up_leaves_no_half_file(
         save_perfetto(called, tmp_path / "out.json")
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
     assert (tmp_path / "out.json").read_text() == "what was there before"
-
-
-# -- snapshots ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_snapshot_s_counters_are_its_curves(snapshot: Snapshot) -> None:
-    events = list(snapshot_events(snapshot))
-    assert events[0]["args"] == {"name": "GPU 0 (caching allocator)"}
-    found: dict[str, list[tuple[float, int]]] = {}
-    for event in events:
-        if event["ph"] == "C":
-            found.setdefault(event["name"], []).append((event["ts"], event["args"]["bytes"] // MIB))
-    assert found == {
-        "allocated": [(0, 0), (10, 3), (20, 0), (30, 0)],
-        "waiting for a stream": [(0, 0), (20, 3), (30, 3)],
-        "reserved": [(0, 0), (0, 20), (30, 20)],
-        "free, split": [(0, 0), (10, 17), (30, 17)],
-        "free, whole segments": [(0, 0), (0, 20), (10, 0), (30, 0)],
-    }
-
-
-def test_device_calls_and_failures_are_marks(snapshot: Snapshot) -> None:
-    marks = [(e["name"], e["ts"], e["s"], e["args"]) for e in snapshot_events(snapshot) if e["ph"] == "i"]
-    assert marks == [
-        ("segment_alloc 20.0 MiB", 0, "t", {"bytes": 20 * MIB}),
-        ("out of memory: 64.0 MiB", 30, "p", {"requested_bytes": 64 * MIB, "device_free_bytes": 7 * MIB}),
-    ]
-
-
-def test_record_function_marks_are_slices(snapshot: Snapshot) -> None:
-    assert slices(list(snapshot_events(snapshot)), "mark") == [("step", 1, 19, 10), ("forward", 2, 3, 10)]
-
-
-def test_a_snapshot_is_written_whole(snapshot: Snapshot, tmp_path: Path) -> None:
-    save_perfetto(snapshot, tmp_path / "out.json")
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["traceEvents"] == json.loads(json.dumps(list(snapshot_events(snapshot))))
-    assert found["otherData"]["source"] == "CUDA memory snapshot"

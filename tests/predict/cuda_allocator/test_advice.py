@@ -1,11 +1,9 @@
 """What to set the allocator to: one complete string, beside the default and the bound, and who may not use it."""
 
 import random
-from typing import Any
 
 import pytest
 
-from memwall.predict.cuda_allocator import settings_search
 from memwall.predict.cuda_allocator.advice import EXPANDABLE_GUARDS, advise, setting_lines
 from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, Event, EventTrace, live_peak_bytes
 from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings, parse_settings
@@ -84,44 +82,3 @@ def test_it_says_for_which_releases(version: str, expected: str) -> None:
 def test_both_variables_are_set() -> None:
     text = "expandable_segments:True"
     assert setting_lines(text) == f"PYTORCH_ALLOC_CONF={text} PYTORCH_CUDA_ALLOC_CONF={text}"
-
-
-def test_an_evaluation_is_no_reason_to_round_sizes() -> None:
-    """GIVEN steps that are all alike but for an evaluation WHEN settings are searched THEN divisions are not tried."""
-    items: list[Event] = []
-    for block, mib in enumerate((40, 40, 23, 40)):
-        items += [(ALLOC, block, mib * MIB, 0), (FREE, block, 0, 0)]
-    boundaries = (("before eval", 4), ("after eval", 6))
-    alike = EventTrace(events=tuple(items), steps=(0, 2, 4, 6), boundaries=boundaries)
-    varying = EventTrace(events=tuple(items), steps=(0, 2, 4, 6))
-    # Emptying the cache at each of the two boundaries is tried as well.
-    assert advise(alike, "2.13.0").num_tried - len(boundaries) < advise(varying, "2.13.0").num_tried
-
-
-def test_a_counter_more_is_no_reason_to_round_sizes() -> None:
-    """GIVEN steps that are alike but for a few bytes WHEN settings are searched THEN divisions are not tried."""
-    items: list[Event] = []
-    for block, mib in enumerate((40, 40, 40)):
-        items += [(ALLOC, block, mib * MIB, 0), (FREE, block, 0, 0)]
-    alike = EventTrace(events=tuple(items), steps=(0, 2, 4))
-    counted = EventTrace(events=(*items[:4], (ALLOC, 9, 4, 0), *items[4:]), steps=(0, 2, 4))
-    varying = EventTrace(events=(*items[:4], (ALLOC, 9, 4 * MIB, 0), *items[4:]), steps=(0, 2, 4))
-    tried = [advise(trace, "2.13.0").num_tried for trace in (alike, counted, varying)]
-    assert tried[0] == tried[1] < tried[2]
-
-
-def test_divisions_that_round_no_request_otherwise_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GIVEN steps that vary by blocks of whole powers of two WHEN settings are searched THEN rounding is not tried."""
-    tried: list[AllocatorSettings] = []
-
-    def replayed_once(trace: EventTrace, settings: AllocatorSettings, *args: Any, **kwargs: Any) -> Figures:
-        tried.append(settings)
-        return replay(trace, settings, *args, **kwargs)
-
-    monkeypatch.setattr(settings_search, "replay", replayed_once)
-    items: list[Event] = []
-    for block, mib in enumerate((32, 64, 32, 64)):
-        items += [(ALLOC, block, mib * MIB, 0), (FREE, block, 0, 0)]
-    advice = advise(EventTrace(events=tuple(items), steps=(0, 2, 4, 6)), "2.13.0")
-    assert not [settings for settings in tried if any(settings.roundup_power2_divisions)]
-    assert advice.num_tried == len(tried) + 2 * 3  # two intervals, and three numbers of divisions each
