@@ -41,7 +41,6 @@ class Hardware(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Threads resident on each at once, by the compute capability; None where the file has no such capability."""
     l2_cache_bytes: _Bytes
     """Bytes of the L2 cache in torch's device properties; on AMD those of one die."""
-    pcie_generation: Literal[3, 4, 5, 6]
     host_link_bytes_per_second: _Rate
     """Between device and host, in one direction."""
     peer_link_bytes_per_second: _Rate | None = None

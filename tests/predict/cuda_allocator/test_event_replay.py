@@ -305,7 +305,7 @@ def test_no_retries_come_before_fewer_bytes_and_calls() -> None:
     # Each block is larger than all before it, so that nothing cached ever fits.
     items = [item for block in range(12) for item in (alloc(block, 60 + 3 * block), free(block))]
     trace = events(*items, steps=(0, 8, 16))
-    choice = search_settings(trace, "2.13.0", capacity_bytes=100 * MIB, no_expandable_because="not wanted")
+    choice = search_settings(trace, "2.13.0", capacity_bytes=100 * MIB)
     assert choice.default_figures.num_steady_retries > 0
     assert choice.figures.num_steady_retries == 0
     assert choice.figures.reserved_peak_bytes > choice.default_figures.reserved_peak_bytes
