@@ -19,7 +19,7 @@ from knob_report import provenance
 from memwall.integrations.spec_trace import device_run_of_spec
 from memwall.machine.hardware import hardware_named
 from memwall.planning.estimate import estimate
-from memwall.trace.tags import Route
+from memwall.trace.records import Route
 
 HERE = Path(__file__).parent
 OUTPUT = HERE / "results" / "simulated" / "routes.json"

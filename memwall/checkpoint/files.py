@@ -21,7 +21,7 @@ from memwall.checkpoint.resumption import Stateful
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.checkpoint.training_state import TensorRecord, low_bit_of, state_name, state_records
 from memwall.errors import StoreError, UsageError
-from memwall.trace.tags import Tag
+from memwall.trace.records import Tag
 from memwall.versioned_files import whole_file
 
 # https://github.com/huggingface/safetensors#format

@@ -9,7 +9,7 @@ from memwall.report.comparison import plan_side, run_side, snapshot_side, trace_
 from memwall.report.curves import Curve, curve_of
 from memwall.report.difference import Side, Source
 from memwall.report.trace_grids import shown_steps
-from memwall.trace.tags import trace_tag
+from memwall.trace.records import trace_tag
 
 
 class ReadSide(Struct, frozen=True, kw_only=True):

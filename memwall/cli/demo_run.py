@@ -27,7 +27,7 @@ from memwall.report.summary import plan_summary, run_summary
 from memwall.report.text import comparison, plan_report, run_report
 from memwall.session.session import Session
 from memwall.trace.file import load_trace, save_trace
-from memwall.trace.tags import Tag
+from memwall.trace.records import Tag
 from memwall.units import format_bytes, parse_size
 
 # Python puts a script's folder first on the import path: it holds nothing that another import could mean.

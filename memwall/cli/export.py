@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from memwall.cli.options import JsonOption, require_file, require_writable
 from memwall.errors import UsageError
-from memwall.trace.tags import Tag
+from memwall.trace.records import Tag
 
 
 class ExportSummary(Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ import typer
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.trace.tags import Route
+from memwall.trace.records import Route
 from memwall.units import parse_size
 
 PASS_ARGUMENTS: dict[Any, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": True}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from memwall.trace.tags import Tag
+from memwall.trace.records import Tag
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,7 +37,7 @@ def trace_summary(trace: "Trace") -> TraceSummary:
     from msgspec.structs import asdict
 
     from memwall.predict.curve import peak_of, step_seconds
-    from memwall.trace.tags import trace_tag
+    from memwall.trace.records import trace_tag
 
     steps = []
     for step in trace.steps:

@@ -165,7 +165,7 @@ def _trace_page(trace: "Trace", source: Path) -> "Page":
     from memwall.report.html import Page
     from memwall.report.text import trace_scope, trace_verdict
     from memwall.report.trace_grids import highest_point, phase_grid, process_note, shown_steps
-    from memwall.trace.tags import trace_tag
+    from memwall.trace.records import trace_tag
 
     steps, highest = shown_steps(trace), highest_point(trace)
     if highest is None:

@@ -12,7 +12,7 @@ from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device, de
 from memwall.predict.snapshot.compared_settings import with_settings
 from memwall.predict.snapshot.timeline import Timeline
 from memwall.report.difference import Source
-from memwall.trace.tags import Tag
+from memwall.trace.records import Tag
 
 if TYPE_CHECKING:
     from memwall.trace.snapshot.records import Snapshot

@@ -10,7 +10,7 @@ from memwall.planning.estimate import Estimate
 from memwall.planning.estimate import estimate as estimate_of_trace
 from memwall.predict.cuda.context import with_measured_context
 from memwall.predict.cuda_allocator.torch_releases import profile_for
-from memwall.trace.tags import Route
+from memwall.trace.records import Route
 from memwall.trace.workload import Workload
 from memwall.units import parse_size
 

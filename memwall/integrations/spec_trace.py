@@ -15,8 +15,8 @@ from memwall.machine.hardware import Hardware
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.roofline import Roofline
 from memwall.trace.fake import MOST_MICRO_BATCHES, RecordedRun, record_fake_run
+from memwall.trace.records import Route
 from memwall.trace.spec import describe_error, load_workload
-from memwall.trace.tags import Route
 from memwall.trace.workload import Workload
 
 

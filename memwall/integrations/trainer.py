@@ -24,8 +24,8 @@ from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
 from memwall.session.fit import open_session
-from memwall.session.parallel import check_parallel
 from memwall.session.ranks.shared_plan import agreed_excess
+from memwall.session.refusals import check_parallel
 from memwall.session.session import Session
 from memwall.units import format_bytes
 

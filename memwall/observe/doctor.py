@@ -16,7 +16,7 @@ from memwall.machine.limits import CgroupLimit, cgroup_limit, memory_limit_bytes
 from memwall.machine.tiers import Tier
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
-from memwall.trace.tags import Tag, measured_tag
+from memwall.trace.records import Tag, measured_tag
 from memwall.units import format_bytes
 
 # Distribution names, with the extra that installs each one that is optional.

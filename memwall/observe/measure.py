@@ -6,7 +6,7 @@ from memwall.errors import TraceError
 from memwall.observe.run_report import Measured, RunReport
 from memwall.planning.forecast import PeakBytes
 from memwall.session.session import Session
-from memwall.trace.tags import measured_tag
+from memwall.trace.records import measured_tag
 
 
 def run_report(session: Session, *, script: str = "") -> RunReport:

@@ -9,7 +9,7 @@ from msgspec import Struct
 from memwall.errors import PlanError, UsageError
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan, decoded
-from memwall.trace.tags import Tag
+from memwall.trace.records import Tag
 from memwall.versioned_files import FileKind, json_bytes, whole_file
 
 _KIND = FileKind(

@@ -11,9 +11,8 @@ from memwall.planning.technique import technique_of
 from memwall.predict.cuda_allocator.allocator_settings import parse_settings
 from memwall.predict.device import DeviceModel, as_first
 from memwall.predict.phases import PhasePeak, Phases, evaluation_bytes, returned_bytes
-from memwall.trace.records import Step, Trace
+from memwall.trace.records import Step, Trace, route_of
 from memwall.trace.steps import steady_step
-from memwall.trace.tags import route_of
 from memwall.units import format_bytes
 
 # Budgets that are tried in search of one that holds, each so much larger at least; the last half in growing steps.

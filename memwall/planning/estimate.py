@@ -15,9 +15,8 @@ from memwall.predict.curve import Peak, peak_of, step_seconds
 from memwall.predict.device import MARGIN_BASIS, DeviceModel
 from memwall.predict.host import HostBytes, host_bytes_of
 from memwall.predict.phases import PhasePeak, Phases, waiting_bytes
-from memwall.trace.records import Step, Trace
+from memwall.trace.records import Step, Trace, route_of
 from memwall.trace.steps import steady_step
-from memwall.trace.tags import route_of
 from memwall.trace.workload_facts import workload_facts
 from memwall.units import format_bytes
 

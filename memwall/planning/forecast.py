@@ -8,7 +8,7 @@ from memwall.planning.action import Action
 from memwall.planning.ranks.forecast import RanksForecast
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.link_time import LinkTime
-from memwall.trace.tags import Route
+from memwall.trace.records import Route
 from memwall.trace.workload_facts import WorkloadFacts
 
 

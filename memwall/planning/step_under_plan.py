@@ -7,6 +7,8 @@ from memwall.planning.blocks import find_blocks
 from memwall.planning.planfile import Plan
 from memwall.planning.technique import technique_of
 from memwall.predict.call_rules import Treatment
+from memwall.predict.evaluation import evaluation_bytes
+from memwall.predict.first_step import FirstStep
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
@@ -28,3 +30,19 @@ def step_under_actions(trace: Trace, step: Step, actions: Sequence[Action]) -> S
     for action in sorted(actions, key=lambda action: technique_of(action).step_rank):
         step = technique_of(action).step(trace, step, action)
     return step
+
+
+def evaluation_under_actions(trace: Trace, steady: Step, actions: Sequence[Action], first: FirstStep) -> int:
+    """Returns the process bytes of the evaluation that is known of, or of one with a step's samples, on a CPU.
+
+    Args:
+        steady: the recorded step that counts.
+        actions: those of a plan; of these, where state and parameters are makes a difference.
+    """
+    return evaluation_bytes(
+        trace,
+        step_under_actions(trace, steady, actions),
+        batch=first.evaluation_batch or trace.micro_batch,
+        keeps_gradients=first.evaluates_with_gradients,
+        may_lack_autocast=first.has_average,
+    )

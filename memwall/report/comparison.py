@@ -10,9 +10,8 @@ from memwall.predict.snapshot.analysis import DeviceAnalysis
 from memwall.report.difference import Group, Quantity, Side
 from memwall.report.plan_grids import PLACES
 from memwall.report.trace_grids import highest_point, phase_peaks, shown_steps
-from memwall.trace.records import Trace
+from memwall.trace.records import Trace, trace_tag
 from memwall.trace.snapshot.records import Snapshot
-from memwall.trace.tags import trace_tag
 from memwall.units import format_bytes
 
 

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from memwall.predict.curve import Peak, live_curve, peak_of
 from memwall.report.trace_grids import place_of
-from memwall.trace.records import Category, Step, Storage, Trace
-from memwall.trace.tags import Tag
+from memwall.trace.records import Category, Step, Storage, Tag, Trace
 from memwall.units import format_bytes
 
 PositionUnit = Literal["seconds", "operations", "events"]

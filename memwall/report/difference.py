@@ -5,7 +5,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from memwall.trace.tags import Tag
+from memwall.trace.records import Tag
 from memwall.units import format_bytes
 
 Source = Literal["trace", "plan", "run", "snapshot"]

@@ -10,7 +10,7 @@ from memwall.planning.estimate import Estimate
 from memwall.report.grid import Grid, seconds_or_dash, share_percent
 from memwall.report.plan_grids import fit_of
 from memwall.report.text import tables_of
-from memwall.trace.tags import Tag
+from memwall.trace.records import Tag
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:

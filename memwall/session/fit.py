@@ -10,7 +10,7 @@ from memwall.logs import tell
 from memwall.machine.limits import budget_bytes
 from memwall.planning.explain import plan_line
 from memwall.planning.planfile import Plan
-from memwall.session.parallel import check_parallel
+from memwall.session.refusals import check_parallel
 from memwall.session.session import Session
 from memwall.trace.optimizers import Optimizers, optimizers_of, trains
 

@@ -23,12 +23,11 @@ from memwall.session.first_plan import asked, check_device, check_device_has, ch
 from memwall.session.interruptions import interruptions_put_off
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
-from memwall.session.parallel import check_optimizer, check_parallel
 from memwall.session.parts_proof import PartsProof
 from memwall.session.ranks.agreement import Ranks
 from memwall.session.ranks.pipelines import Pipelines
 from memwall.session.ranks.receives import watch_receives
-from memwall.session.refusals import check_is_trainable_here
+from memwall.session.refusals import check_is_trainable_here, check_optimizer, check_parallel
 from memwall.session.step_borders import StepBorders
 from memwall.session.steps import State, Steps
 from memwall.session.vector_functions import settle_first_calls

@@ -15,8 +15,8 @@ from memwall.session.live_plan import LivePlan
 from memwall.session.loop.changes import LoopChanges
 from memwall.session.loop.evaluation_room import EvaluationRoom
 from memwall.session.loop.longer_batch import input_shape
+from memwall.session.loop.short_batches import SparedBlocks
 from memwall.session.loop.smaller_forwards import SmallerForwards
-from memwall.session.loop.spared_blocks import SparedBlocks
 from memwall.session.loop.turns import FirstTurns
 from memwall.session.measurements import Measurements
 from memwall.session.ranks.joint_parts import JointParts
@@ -28,10 +28,9 @@ from memwall.session.step_borders import StepBorders
 from memwall.session.step_clock import StepClock
 from memwall.session.unseen_steps import UnseenSteps
 from memwall.session.watch.budget_watch import BudgetWatch, place_of
-from memwall.session.watch.foreseen import ForeseenCategories
 from memwall.session.watch.growth import GrowthWatch
 from memwall.session.watch.room import RoomBetweenSteps
-from memwall.session.watch.step_metrics import StepLog
+from memwall.session.watch.step_metrics import ForeseenCategories, StepLog
 from memwall.torch_internals.dispatch import end_stand_in, out_of_inference_mode
 from memwall.trace.attached import forward_of
 from memwall.trace.together import models_of

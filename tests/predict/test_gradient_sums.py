@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.predict.curve import live_peak_bytes
-from memwall.predict.gradient_sums import with_sums_in_place
+from memwall.predict.in_place import with_sums_in_place
 from memwall.trace.records import Trace
 from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload

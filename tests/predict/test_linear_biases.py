@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from memwall.machine.hardware import hardware_named
 from memwall.predict.cuda.translate import translated
-from memwall.predict.linear_biases import with_biases_in_place
+from memwall.predict.in_place import with_biases_in_place
 from memwall.trace.records import Trace
 from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload

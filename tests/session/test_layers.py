@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memwall.session.loop.layers import Layers
+from memwall.session.loop.changes import Layers
 
 
 def model() -> nn.Sequential:

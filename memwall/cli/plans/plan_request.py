@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from memwall.machine.hardware import Hardware
     from memwall.planning.planfile import Plan
     from memwall.planning.recordings import Recordings
-    from memwall.trace.records import Trace
-    from memwall.trace.tags import Route
+    from memwall.trace.records import Route, Trace
 
 
 class ModelAsked(Struct, frozen=True, kw_only=True):

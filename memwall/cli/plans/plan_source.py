@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from memwall.planning.planfile import Plan
     from memwall.planning.recordings import Recordings
     from memwall.trace.fake import RecordedRun
-    from memwall.trace.records import Trace
-    from memwall.trace.tags import Route
+    from memwall.trace.records import Route, Trace
     from memwall.trace.workload import Workload
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def forecast_without_plan(trace: "Trace", error: InfeasibleError, hardware: "Hardware | None" = None) -> "Forecast":
     """Returns what `--json` prints where nothing fits: the peak is what the leanest plan needs, its margin included."""
     from memwall.planning.forecast import Forecast, PeakBytes
-    from memwall.trace.tags import route_of
+    from memwall.trace.records import route_of
     from memwall.trace.workload_facts import workload_facts
 
     smallest_bytes = error.smallest_feasible_bytes

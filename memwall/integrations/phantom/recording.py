@@ -15,7 +15,7 @@ from memwall.errors import MemwallError
 from memwall.integrations.phantom.values import DeviceValues, PhantomValues
 from memwall.machine.hardware import Hardware
 from memwall.patches import Patches
-from memwall.predict.cuda.heard_autocast import HeardAutocast
+from memwall.predict.cuda.autocast_lists import HeardAutocast
 from memwall.predict.cuda.live_cuda import as_plain
 from memwall.predict.cuda.own_blocks import OwnBlocks, with_own_blocks
 from memwall.predict.roofline import Roofline

@@ -20,7 +20,6 @@ from memwall.planning.block_problem import (
 )
 from memwall.planning.blocks import find_blocks
 from memwall.planning.candidate import Candidate
-from memwall.planning.evaluation_under_plan import evaluation_under_actions
 from memwall.planning.explain import binding_reasons, levers_of
 from memwall.planning.forecast import Lever
 from memwall.planning.location import Location, can_offload
@@ -31,7 +30,7 @@ from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Choice, Instance, Link
 from memwall.planning.solver.live_limits import LiveLimits
 from memwall.planning.solver.solve import lowest_peak, smallest_feasible_bytes, solve
-from memwall.planning.step_under_plan import step_under_actions
+from memwall.planning.step_under_plan import evaluation_under_actions, step_under_actions
 from memwall.planning.technique import technique_of, techniques
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes, step_seconds

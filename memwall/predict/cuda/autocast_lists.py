@@ -10,11 +10,12 @@ Source: aten/src/ATen/autocast_mode.h, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from memwall.patches import Patches
 from memwall.torch_internals.operators import has_kernel, library_for_now, without_cpu_autocast
 from memwall.torch_internals.trees import tree_map_only
 
@@ -109,3 +110,36 @@ def _fused(name: str) -> Callable[..., Any]:
             return operator(tensor, dim, torch.float32 if dtype is None and _is_castable(tensor) else dtype)
 
     return kernel
+
+
+class HeardAutocast:
+    """Has every autocast that a step enters for one device type run on the one that its tensors are on.
+
+    Args:
+        of: device type that the step was written for.
+        on: device type of its tensors.
+    """
+
+    def __init__(self, *, of: str, on: str) -> None:
+        self.precision: Literal["none", "bfloat16", "float16"] = "none"
+        """Names that of the last autocast that was entered."""
+        self._of, self._on = of, on
+
+    def follow(self, patches: Patches) -> None:
+        """Begins, until the patches are undone."""
+        patches.wrap(torch.autocast, "__init__", self._begin)
+
+    def _begin(
+        self,
+        init: Callable[..., None],
+        autocast: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if device_type == self._of:
+            device_type, dtype = self._on, torch.get_autocast_dtype(self._of) if dtype is None else dtype
+        init(autocast, device_type, dtype, enabled, cache_enabled)
+        if enabled:
+            self.precision = "float16" if autocast.fast_dtype == torch.float16 else "bfloat16"

@@ -13,8 +13,7 @@ from memwall.predict.cuda.cuda_device import CudaDevice
 from memwall.predict.cuda.reductions import Multiprocessors
 from memwall.predict.cuda.workspaces import CudaWorkspaces
 from memwall.predict.cuda_allocator.held_blocks import Held, Range, UsedBlock
-from memwall.predict.gradient_sums import with_sums_in_place
-from memwall.predict.linear_biases import with_biases_in_place
+from memwall.predict.in_place import with_biases_in_place, with_sums_in_place
 from memwall.trace.records import Trace
 
 

@@ -6,7 +6,7 @@ choices in place of the CPU's, and autocast to CUDA is not silently off.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from memwall.patches import Patches
 from memwall.predict.cuda.attention import run_attention
-from memwall.predict.cuda.autocast_lists import cuda_autocast_lists
+from memwall.predict.cuda.autocast_lists import HeardAutocast, cuda_autocast_lists
 from memwall.predict.cuda.cuda_device import CudaDevice
-from memwall.predict.cuda.heard_autocast import HeardAutocast
 from memwall.predict.cuda.recurrent import cuda_recurrent
-from memwall.predict.cuda.results import cuda_results
+from memwall.predict.cuda.recurrent_memory import RECURRENT_RESULTS
 from memwall.predict.cuda.workspaces import FakeCudaWorkspaces
+from memwall.torch_internals.dispatch import TorchDispatchMode
 from memwall.torch_internals.operators import library_for_now
 
 
@@ -91,3 +91,44 @@ def _whole_rms_norm() -> Iterator[None]:
     with library_for_now("aten", "IMPL") as library:
         library.impl("_fused_rms_norm", only_fake, "CPU")
         yield
+
+
+_aten = torch.ops.aten
+
+
+class _CudaResults(TorchDispatchMode):
+    """Lies below whatever records a step, so that this sees what is returned here."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        whole = RECURRENT_RESULTS.get(func)
+        if whole is not None:
+            return whole(*args)
+        out = func(*args, **(kwargs or {}))
+        rule = _RULES.get(func)
+        return out if rule is None else rule(out)
+
+
+def cuda_results() -> AbstractContextManager[object]:
+    """Returns a context in which fake operators on a CPU return what CUDA's kernels return."""
+    mode: AbstractContextManager[object] = _CudaResults()  # type: ignore[no-untyped-call]
+    return mode
+
+
+def _with_float32_statistics(out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a norm's mean and deviation in the dtype that they are computed in.
+
+    Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu, `layer_norm_cuda`: `acc_type`; Normalization.cu,
+    `batch_norm_cuda`: `toAccumulateType`. On a CPU they have the dtype of the input.
+    """
+    normed, mean, deviation = out
+    if normed.dtype not in (torch.float16, torch.bfloat16):
+        return out
+    return normed, mean.to(torch.float32), deviation.to(torch.float32)
+
+
+_RULES: dict[Any, Callable[[Any], Any]] = {
+    _aten.native_layer_norm.default: _with_float32_statistics,
+    _aten.native_batch_norm.default: _with_float32_statistics,
+}

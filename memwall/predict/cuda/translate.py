@@ -15,8 +15,7 @@ from memwall.machine.tiers import Machine, Tier
 from memwall.predict.cuda.cublas import with_cublas_workspaces
 from memwall.predict.cuda.cuda_device import cuda_device_of
 from memwall.predict.cuda.recording import CudaRecording
-from memwall.predict.gradient_sums import with_sums_in_place
-from memwall.predict.linear_biases import with_biases_in_place
+from memwall.predict.in_place import with_biases_in_place, with_sums_in_place
 from memwall.predict.packed_bytes import device_pack_seconds
 from memwall.predict.roofline import Roofline, with_least_seconds
 from memwall.trace.records import Step, Trace

@@ -22,8 +22,8 @@ from memwall.predict.snapshot.device_history import (
 )
 from memwall.predict.snapshot.timeline import Fragmentation, Timeline, timeline_of
 from memwall.predict.snapshot.user_line import line_of
+from memwall.trace.records import Tag
 from memwall.trace.snapshot.records import Event, Snapshot
-from memwall.trace.tags import Tag
 
 EARLIER = "(allocated before the recording)"
 _UNKNOWN = "unknown"

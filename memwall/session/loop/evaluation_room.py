@@ -3,8 +3,8 @@
 import logging
 
 from memwall.errors import InfeasibleError
-from memwall.planning.evaluation_under_plan import evaluation_under_actions
 from memwall.planning.planfile import Plan
+from memwall.planning.step_under_plan import evaluation_under_actions
 from memwall.session.live_plan import LivePlan
 from memwall.session.loop.evaluation_batch import with_evaluation
 from memwall.session.step_borders import StepBorders

@@ -41,7 +41,7 @@ def biases_in_place() -> Iterator[None]:
     """Has a linear layer of what is not contiguous add its bias in place, as it does in a plain step.
 
     Under a mode that watches operations torch adds it into a new tensor instead. Where autocast casts, it still does,
-    which `memwall.predict.linear_biases` puts right.
+    which `memwall.predict.in_place` puts right.
 
     Source: aten/src/ATen/native/Linear.cpp, `linear` (`isTensorSubclassLike` holds under any dispatch mode).
     """

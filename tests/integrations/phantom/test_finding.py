@@ -16,9 +16,9 @@ from warm_python import warm_python
 from memwall import Workload
 from memwall.cli.app import main
 from memwall.errors import TraceError, UsageError
-from memwall.integrations.phantom import environment, route
-from memwall.integrations.phantom.environment import phantom_environment
+from memwall.integrations.phantom import route
 from memwall.integrations.phantom.messages import Answer
+from memwall.integrations.phantom.route import phantom_environment
 from memwall.integrations.spec_trace import device_run_of_spec
 from memwall.machine.hardware import hardware_named
 
@@ -30,8 +30,8 @@ SPEC = "training.py:small"
 def no_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An installed memwall: no phantom/ lies beside the package."""
     monkeypatch.delenv("PHANTOM_ENV", raising=False)
-    here = tmp_path.joinpath("site-packages", *Path(environment.__file__).parts[-4:])
-    monkeypatch.setattr(environment, "__file__", str(here))
+    here = tmp_path.joinpath("site-packages", *Path(route.__file__).parts[-4:])
+    monkeypatch.setattr(route, "__file__", str(here))
     return tmp_path
 
 

@@ -16,7 +16,7 @@ from memwall.machine.hardware import hardware_named
 from memwall.planning.estimate import Estimate, estimate
 from memwall.planning.planfile import Plan
 from memwall.torch_internals.trees import tree_map
-from memwall.trace.tags import Route
+from memwall.trace.records import Route
 from memwall.trace.workload import Workload
 
 pytestmark = [pytest.mark.slow(seconds=20), pytest.mark.phantom(card="h100-80gb", cudnn="real", numbers=False)]

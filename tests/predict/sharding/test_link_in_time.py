@@ -2,7 +2,7 @@
 
 import pytest
 
-from memwall.predict.sharding.link_in_time import waiting_seconds
+from memwall.predict.sharding.passes import waiting_seconds
 
 NONE = (0.0, 0.0, 0.0)
 
