@@ -50,3 +50,8 @@ class Settings(Struct, frozen=True, kw_only=True):
         """Returns these with the action as the one of its record that the recorded step ran under; None for none."""
         others = tuple(one for one in self.standing if not isinstance(one, record))
         return replace(self, standing=others if action is None else (*others, action))
+
+    def without_evaluation(self) -> "Settings":
+        """Returns these for a plan that need not have room for an evaluation."""
+        first = self.first_step
+        return self if first is None else replace(self, first_step=replace(first, evaluation_batch=0))

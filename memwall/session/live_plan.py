@@ -268,7 +268,7 @@ class LivePlan:
         trace, settings = charged(self.trace, charged_bytes), self._present_settings()
         if held_bytes is not None:
             within_bytes = min(settings.budget_bytes, live_process(trace).budget_for(held_bytes))
-            settings = _without_evaluation(msgspec.structs.replace(settings, budget_bytes=within_bytes))
+            settings = msgspec.structs.replace(settings, budget_bytes=within_bytes).without_evaluation()
 
         def solve(trace: Trace, settings: Settings) -> tuple[Trace, Plan]:
             return trace, make_plan(trace, settings)
@@ -283,7 +283,7 @@ class LivePlan:
         if held_bytes is None and not for_evaluation:
             with suppress(InfeasibleError):
                 return Revision(*self._solved(trace, settings, solve), settings.budget_bytes)
-            settings = _without_evaluation(settings)
+            settings = settings.without_evaluation()
         return Revision(*self._solved(trace, settings, solve), settings.budget_bytes)
 
     def expect(self, first: FirstStep) -> None:
@@ -397,11 +397,3 @@ class LivePlan:
             parameters_stay=why_not_streamed(model, optimizers)
             or ("a backward is differentiated itself (create_graph=True)" if self._differentiates_backward else ""),
         )
-
-
-def _without_evaluation(settings: Settings) -> Settings:
-    """Returns what a plan is made from that need not have room for an evaluation."""
-    first = settings.first_step
-    if first is None:
-        return settings
-    return msgspec.structs.replace(settings, first_step=msgspec.structs.replace(first, evaluation_batch=0))

@@ -136,6 +136,10 @@ class Measurements(Struct, kw_only=True):
                 self.allocator = found if self.allocator is None else self.allocator.joined(found)
         return peak_bytes
 
+    def note_unproven(self, reason: str) -> None:
+        """Notes why parts of batches could not be compared with the whole; "" where all were."""
+        self.unproven = {"accumulate": reason} if reason else {}
+
     def note_seconds(self, seconds: float) -> None:
         """Notes how long a step under the plan took."""
         self.step_seconds.append(seconds)

@@ -50,9 +50,13 @@ class PartsProof:
     """Compares parts with their halves under each plan that divides batches, and knows what could not be.
 
     What was proven is again every 1,000 steps, when actions prove themselves.
+
+    Args:
+        note: is told why parts of the run so far could not be compared, whenever there is more to say of that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], None] = lambda _: None) -> None:
+        self._tell = note
         self._past = self._present = ""
         self._current: Callable[[], AppliedPlan | None] = lambda: None
         """Returns the plan that `_present` is said of, while that is there."""
@@ -138,6 +142,7 @@ class PartsProof:
         elif self._is_settled and not self._present:
             return
         self._present, self._is_settled = reason, is_settled
+        self._tell(self.unproven)
 
 
 class _Kept:

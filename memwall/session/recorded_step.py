@@ -44,7 +44,7 @@ from memwall.torch_internals.autograd import current_node
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.optimizers import joint_name
 from memwall.trace.records import Trace
-from memwall.trace.step_recorder import Parking
+from memwall.trace.saved_tensors import Parking
 from memwall.trace.together import models_of
 from memwall.trace.trace_builder import TraceBuilder
 

@@ -84,7 +84,7 @@ class Session:
             )
 
         self._steps = Steps(self.measured, live_plan)
-        self._parts_proof = PartsProof()
+        self._parts_proof = PartsProof(self.measured.note_unproven)
         self._borders, self._live = self._steps.borders, self._steps.live
         if within_bytes is not None:
             self._live.lower_budget(within_bytes)
@@ -150,8 +150,6 @@ class Session:
     def on_step(self, called: Callable[[StepMetrics], None] | None) -> None:
         """Has the figures of steps from now on handed to this function; to nobody with None."""
         self._steps.log.on_step = called
-
-    # -- life cycle ------------------------------------------------------------------------------------------------
 
     def attach(
         self,
@@ -263,11 +261,10 @@ class Session:
             self._steps.end(completed=completed)
         finally:
             take_back = partial(self._live.in_effect.take_back, keeps_state=not brings_back)
-            parts = (self._live.stop_recording, take_back, self._borders.let_go, self._live.end)
-            ends = (*parts, self.measured.end_run, close_once_unneeded)
+            ends = (close_once_unneeded, self.measured.end_run, self._live.end, self._borders.let_go, take_back)
             try:
                 with interruptions_put_off():
-                    undo_all((self._patches.undo, *ends[::-1]))
+                    undo_all((self._patches.undo, *ends, self._live.stop_recording))
             except Exception as error:
                 failed = self._steps.recovery.not_brought_back(error)
                 if failed is None:
@@ -278,8 +275,6 @@ class Session:
             finally:
                 end_stand_in()
                 self._steps.state = "closed"
-
-    # -- micro-batches, for loops that cooperate --------------------------------------------------------------------
 
     def step(self, batch: Any, *, count: Callable[[Any], int] | None = None, over_ranks: bool = False) -> Iterator[Any]:
         """Yields the micro-batches of a batch; their losses, through `backward`, weigh as the undivided batch would.
@@ -304,7 +299,6 @@ class Session:
         self._live.in_effect.take_batches(self.plan, is_begun=self.state != "waiting")
         self._steps.batch_begins()
         self._parts_proof.not_asked(self._live.in_effect.applied)
-        self._note_unproven()
         total_of = self._live.terms_per_rank if over_ranks else float
         yield from self._live.in_effect.micro.split(batch, count, total_of=total_of)
 
@@ -351,22 +345,12 @@ class Session:
 
         def part() -> Tensor:
             self._steps.batch_begins()
-            self._prove_parts(batch, loss_of, count)
+            if self.state == "running" and not self._borders.in_step:
+                self._parts_proof.before_step(self._live.in_effect.applied, batch, loss_of, count)
             parts = self._live.in_effect.micro.split(batch, count, total_of=total_of)
             return sum((self._live.in_effect.micro.backward(loss_of(micro)) for micro in parts), start=torch.zeros(()))
 
         return self.redoable(part, batch)
-
-    def _prove_parts(self, batch: Any, loss_of: Callable[[Any], Tensor], count: Callable[[Any], int] | None) -> None:
-        """Has a plan that divides batches prove itself before its first step, as far as that can be."""
-        if self.state != "running" or self._borders.in_step:
-            return
-        self._parts_proof.before_step(self._live.in_effect.applied, batch, loss_of, count)
-        self._note_unproven()
-
-    def _note_unproven(self) -> None:
-        """Notes for the report what the proof of parts says of the run so far."""
-        self.measured.unproven = {"accumulate": self._parts_proof.unproven} if self._parts_proof.unproven else {}
 
     def redoable(self, part: Callable[[], _T], batch: Any = None) -> _T:
         """Runs a part of a training step, which may be run again, as `compute_gradients` says.

@@ -30,7 +30,7 @@ from memwall.session.unseen_steps import UnseenSteps
 from memwall.session.watch.budget_watch import BudgetWatch, place_of
 from memwall.session.watch.growth import GrowthWatch
 from memwall.session.watch.room import RoomBetweenSteps
-from memwall.session.watch.step_metrics import ForeseenCategories, StepLog
+from memwall.session.watch.step_metrics import StepLog
 from memwall.torch_internals.dispatch import end_stand_in, out_of_inference_mode
 from memwall.trace.attached import forward_of
 from memwall.trace.together import models_of
@@ -66,7 +66,6 @@ class Steps:
         )
         self.borders.run_forward = self._run_forward
         self.log = StepLog(self.measured, lambda: self.live.moved_bytes)
-        self._foreseen = ForeseenCategories()
         self._clock = StepClock(self.log.note_seconds)
         self._watch = BudgetWatch(self.measured, lambda: place_of(self.borders.phase, self.state))
         self._growth = GrowthWatch(
@@ -367,8 +366,14 @@ class Steps:
             self._clock.end(is_first=is_first)
         peak_bytes = self.measured.end_step(is_planned=is_planned, is_first=is_first)
         self._watch.look(peak_bytes)
-        if self.log.on_step is not None:
-            self._log_step(peak_bytes, is_first=is_first, is_planned=is_planned)
+        self.log.end_step(
+            peak_bytes,
+            self.live.trace,
+            self.live.plan,
+            is_first=is_first,
+            is_planned=is_planned,
+            budget_bytes=self.live.budget_bytes,
+        )
         if is_planned and not self._spared.were_misjudged(self.measured.last_peak_bytes):
             self.recovery.end_step(self.measured.last_peak_bytes)
         if not self.borders.in_step and self._num_checked < self.measured.num_steps:
@@ -379,18 +384,6 @@ class Steps:
         elif self.borders.have_all_stepped:  # the step has gone on since its first optimizer stepped
             self.live.in_effect.leave_room(self._room)
         self._is_applied_inside = False
-
-    def _log_step(self, peak_bytes: int, *, is_first: bool, is_planned: bool) -> None:
-        plan = self.live.plan
-        self.log.end_step(
-            peak_bytes,
-            is_first=is_first,
-            is_planned=is_planned,
-            budget_bytes=self.live.budget_bytes,
-            forecast_bytes=None if plan is None else plan.forecast.steady_process_bytes,
-            num_actions=0 if plan is None else len(plan.actions),
-            forecast_by_category=self._foreseen.of(self.live.trace, plan),
-        )
 
     def _check_effects(self) -> None:
         try:

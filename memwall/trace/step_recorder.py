@@ -1,15 +1,14 @@
 """Records one training step while it runs: the first stage of trace -> predict -> plan -> apply.
 
 A dispatch mode sees every operation below autograd, weak references to storages see every death, saved-tensor hooks
-see what backward keeps, and module hooks say whose forward is running. The recorder only observes; if it is given a
-`Parking`, that decides where saved tensors live meanwhile, and the trace still describes the plain step.
+see what backward keeps, and module hooks say whose forward is running.
 """
 
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +18,11 @@ from memwall.errors import TraceError
 from memwall.machine.memory_speed import kernel_seconds
 from memwall.patches import Patches
 from memwall.torch_internals.autograd import (
-    SavedTensorHooksBeneath,
     current_node,
     next_sequence_number,
     sequence_number_of,
 )
-from memwall.torch_internals.compiler import calls_as_one, inside_compiled, is_compiled, is_region, unseen
+from memwall.torch_internals.compiler import calls_as_one, inside_compiled, is_compiled, is_region
 from memwall.torch_internals.dispatch import StepMode, leave_mode
 from memwall.torch_internals.operators import num_flops
 from memwall.torch_internals.sharding import is_sharding_unit, local_part
@@ -40,31 +38,10 @@ from memwall.trace.operator_arguments import batch_shape, numbers_among, tensors
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import GradientUse, Phase
 from memwall.trace.recurrent import plain_layers
+from memwall.trace.saved_tensors import Parking, SavedTensors
 from memwall.trace.source_lines import SourceLines, StepLines
 from memwall.trace.together import models_of
 from memwall.trace.workspaces import Workspaces
-
-
-class Parking(Protocol):
-    """Says where saved tensors live between forward and backward while a step is recorded."""
-
-    def pack(self, tensor: Tensor, /) -> object:
-        """Takes a tensor that autograd saves; returns a handle, with the tensor as its `tensor` if it was kept."""
-
-    def unpack(self, saved: Any, /) -> Tensor:
-        """Gives back the tensor of a handle, or the kept tensor."""
-
-
-class _Held:
-    """Stands in autograd for a saved tensor; its end is the moment backward let go."""
-
-    __slots__ = ("index", "log", "packed")
-
-    def __init__(self, packed: object, index: int, log: EventLog) -> None:
-        self.packed, self.index, self.log = packed, index, log
-
-    def __del__(self) -> None:
-        self.log.saved_released(self.index)
 
 
 def _state_of(optimizers: Optimizers) -> list[Tensor]:
@@ -104,7 +81,6 @@ class StepRecorder(StepMode):
         self.table = ModuleTable(roots)
         self.log = EventLog()
         self._lines = StepLines(lines or SourceLines())
-        self._parking = parking
         self._phase: Phase = "other"
         self._in_optimizer = False
         self.num_optimizer_steps = 0
@@ -118,18 +94,14 @@ class StepRecorder(StepMode):
         self._gradients: GradientWatch | None = None
         self.gradient_use: GradientUse | None = None
         """Says what became of gradients, once the recording has ended well."""
-        self._paused = 0
         self._patches = Patches("records a step")
-        self._saved_hooks: SavedTensorHooksBeneath | None = None
-        """While recording; None before and after."""
         self._root_ids = {id(model) for root in roots for model in models_of(root)}
         self._gathered = Gathered(roots)
+        self._saved = SavedTensors(self.log, parking, self._gathered)
         places = (parameter.device for root in roots for parameter in root.parameters())
         self._device = device = next((place for place in places if place.type == "cuda"), None)
         self._device_timer = DeviceTimer(device) if device is not None and seconds_of is None else None
         self._units: set[int] = set()
-
-    # -- life cycle ------------------------------------------------------------------------------------------------
 
     def start(self, optimizers: Optimizers = None, running_root: nn.Module | None = None) -> None:
         """Begins recording. Parameters, buffers, gradients and optimizer state count as there before the step.
@@ -162,8 +134,7 @@ class StepRecorder(StepMode):
                 self._units.add(id(unit))
                 self._patches.push(attach_hook(unit.register_forward_pre_hook, self._enter))
         self._thread = threading.get_ident()
-        self._saved_hooks = SavedTensorHooksBeneath(unseen(self._pack), unseen(self._unpack))
-        self._saved_hooks.begin()
+        self._saved.begin()
         self.__enter__()  # type: ignore[no-untyped-call]
         if running_root is not None:
             begins_step, self._begins_step = self._begins_step, lambda _: False
@@ -176,14 +147,14 @@ class StepRecorder(StepMode):
         What torch keeps for each thread can be taken away in the thread that began alone. From another one, as of a
         script that trains in threads, it is left there, records nothing any more, and ends with its thread.
         """
-        if self._saved_hooks is None:
+        if not self._saved.is_on:
             return
-        saved_hooks, self._saved_hooks = self._saved_hooks, None
+        is_here = threading.get_ident() == self._thread
         try:
-            if threading.get_ident() == self._thread:
-                try:
-                    saved_hooks.end()
-                finally:
+            try:
+                self._saved.end(is_here=is_here)
+            finally:
+                if is_here:
                     leave_mode(self)
         finally:
             self._patches.undo()
@@ -211,11 +182,11 @@ class StepRecorder(StepMode):
     @contextmanager
     def unseen(self) -> Iterator[None]:
         """Leaves out what runs meanwhile: what autograd saves is parked, and told to nobody."""
-        self._paused += 1
+        self._saved.num_paused += 1
         try:
             yield
         finally:
-            self._paused -= 1
+            self._saved.num_paused -= 1
 
     @property
     def is_dry_run(self) -> bool:
@@ -239,8 +210,6 @@ class StepRecorder(StepMode):
         module = self.table.records[log.calls[call].module]
         return f"{phase} of {module.path} ({module.class_name})" if module.path else f"{phase} of {module.class_name}"
 
-    # -- module, optimizer and autograd hooks ----------------------------------------------------------------------
-
     def _follow_modules(self) -> None:
         """Hooks calls of modules: of all by torch's own hooks, or one by one where the compiler would trace those."""
         leave, options = self._leave_module, {"with_kwargs": True, "always_call": True}
@@ -260,7 +229,9 @@ class StepRecorder(StepMode):
             self._enter(module, args)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or self._paused:  # what a function that is compiled makes of this is nothing
+        if (
+            torch.compiler.is_compiling() or self._saved.num_paused
+        ):  # what a function that is compiled makes of this is nothing
             return
         index = self.table.index_of(module)
         if index < 0:
@@ -283,7 +254,7 @@ class StepRecorder(StepMode):
             self.log.input_dtype = str(first.dtype).removeprefix("torch.")
 
     def _leave_module(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        if torch.compiler.is_compiling() or self._paused:
+        if torch.compiler.is_compiling() or self._saved.num_paused:
             return
         # torch passes (kwargs, output); after an exception in forward only the output, which is None.
         kwargs, output = rest if len(rest) == 2 else ({}, None)
@@ -322,47 +293,13 @@ class StepRecorder(StepMode):
             self._phase = phase
             self.log.mark(phase)
 
-    def _pack(self, tensor: Tensor) -> object:
-        if self._saved_hooks is None or self._gathered.holds(tensor):
-            return tensor
-        if self._paused:
-            return tensor if self._parking is None else self._parking.pack(tensor)
-        index = self.log.saved(tensor)
-        self._paused += 1
-        try:
-            packed = tensor if self._parking is None else self._parking.pack(tensor)
-        finally:
-            self._paused -= 1
-        self.log.savings[index].was_moved = packed is not tensor and getattr(packed, "tensor", None) is None
-        return _Held(packed, index, self.log)
-
-    def _unpack(self, held: object) -> Tensor:
-        if isinstance(held, Tensor):
-            return held
-        if not isinstance(held, _Held):  # saved while nobody looked
-            assert self._parking is not None
-            return self._parking.unpack(held)
-        self.log.saved_unpacked(held.index)
-        if self._parking is None:
-            assert isinstance(held.packed, Tensor)
-            return held.packed
-        self._paused += 1
-        try:
-            tensor = self._parking.unpack(held.packed)
-        finally:
-            self._paused -= 1
-        self.log.alias(tensor, held.index)
-        return tensor
-
-    # -- operations ------------------------------------------------------------------------------------------------
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # asked of fake tensors, more often than all else: they know it
             return args[0].device
-        if self._paused or self._saved_hooks is None:
+        if self._saved.num_paused or not self._saved.is_on:
             return func(*args, **kwargs)
         in_pieces = self.workspaces.in_pieces(func)
         return self._recorded(func, args, kwargs) if in_pieces is None else in_pieces(self._recorded, *args)

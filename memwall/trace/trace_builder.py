@@ -16,8 +16,9 @@ from memwall.trace.modules import ModuleTable, fingerprint
 from memwall.trace.op_work import OpWork
 from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
 from memwall.trace.records import Step, Trace
+from memwall.trace.saved_tensors import Parking
 from memwall.trace.source_lines import SourceLines
-from memwall.trace.step_recorder import Parking, StepRecorder
+from memwall.trace.step_recorder import StepRecorder
 from memwall.trace.steps import build_step
 from memwall.trace.workload import Workload
 from memwall.trace.workspaces import Workspaces

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memwall.trace.step_recorder import Parking
+from memwall.trace.saved_tensors import Parking
 from memwall.trace.trace_builder import TraceBuilder
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -72,6 +72,8 @@ class StepLog:
         self._waiting: StepMetrics | None = None
         self._moved_bytes = moved_bytes
         self._begun_bytes = (0, 0)
+        self._plan: Plan | None = None
+        self._by_category: dict[str, int] = {}
 
     def begin_step(self) -> None:
         """Says that a step begins."""
@@ -81,17 +83,18 @@ class StepLog:
     def end_step(
         self,
         peak_bytes: int,
+        trace: Trace | None,
+        plan: Plan | None,
         *,
         is_first: bool,
         is_planned: bool,
         budget_bytes: int,
-        forecast_bytes: int | None,
-        num_actions: int,
-        forecast_by_category: dict[str, int] | None = None,
     ) -> None:
         """Notes a step that has ended, or gone on with a further optimizer's.
 
         Args:
+            trace: of the step that the plan was made from; None where none was recorded, or there is none.
+            plan: the one that stands; None before there is one.
             is_first: whether its first optimizer has stepped.
         """
         if self.on_step is None:
@@ -108,16 +111,25 @@ class StepLog:
             step_seconds=None,
             peak_bytes=peak_bytes,
             budget_bytes=budget_bytes,
-            forecast_bytes=forecast_bytes,
+            forecast_bytes=None if plan is None else plan.forecast.steady_process_bytes,
             bytes_to_tier=out_bytes,
             bytes_from_tier=in_bytes,
-            num_actions=num_actions,
+            num_actions=0 if plan is None else len(plan.actions),
             num_replans=self._measured.num_replans,
             oom_recoveries=self._measured.oom_recoveries,
             device=self._measured.meter.device,
-            forecast_by_category=forecast_by_category or {},
+            forecast_by_category=self._foreseen_bytes(trace, plan),
             **self._of_device(is_planned=is_planned),
         )
+
+    def _foreseen_bytes(self, trace: Trace | None, plan: Plan | None) -> dict[str, int]:
+        """Returns the bytes of tensors at a plan's highest point by category, the most first; looks once."""
+        if trace is None or plan is None:
+            return {}
+        if plan is not self._plan:
+            peak = peak_of(trace, step_under_plan(trace, plan))
+            self._plan, self._by_category = plan, {share.name: share.num_bytes for share in peak.by_category}
+        return self._by_category
 
     def _of_device(self, *, is_planned: bool) -> dict[str, Any]:
         """Returns what the allocator of a CUDA device has counted in a step under a plan; nothing elsewhere."""
@@ -143,24 +155,3 @@ class StepLog:
         waiting, self._waiting = self._waiting, None
         if waiting is not None and self.on_step is not None:
             self.on_step(waiting)
-
-
-class ForeseenCategories:
-    """Looks at each plan once."""
-
-    def __init__(self) -> None:
-        self._plan: Plan | None = None
-        self._bytes: dict[str, int] = {}
-
-    def of(self, trace: Trace | None, plan: Plan | None) -> dict[str, int]:
-        """Returns the bytes of tensors by category, the most first; nothing without a plan or a recorded step.
-
-        Args:
-            trace: of the step that the plan was made from.
-        """
-        if trace is None or plan is None:
-            return {}
-        if plan is not self._plan:
-            peak = peak_of(trace, step_under_plan(trace, plan))
-            self._plan, self._bytes = plan, {share.name: share.num_bytes for share in peak.by_category}
-        return self._bytes

@@ -52,9 +52,7 @@ def test_a_step_s_bytes_are_those_moved_since_it_began() -> None:
         log.begin_step()
         moved[0] = ended
         for is_first, peak_bytes in [(True, 30), (False, 20)]:
-            log.end_step(
-                peak_bytes, is_first=is_first, is_planned=True, budget_bytes=9, forecast_bytes=8, num_actions=1
-            )
+            log.end_step(peak_bytes, None, None, is_first=is_first, is_planned=True, budget_bytes=9)
         log.note_seconds(0.5 * step)
     assert [(one.bytes_to_tier, one.bytes_from_tier) for one in found] == [(5, 1), (10, 2)]
     assert [(one.peak_bytes, one.step_seconds) for one in found] == [(30, 0.5), (30, 1.0)]
