@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memwall.cli.options import JsonOption, require_file, require_writable
+from memwall.cli.options import JsonOption, require_file
 from memwall.errors import UsageError
 
 if TYPE_CHECKING:
-    from memwall.cli.comparison import ReadSide
-    from memwall.report.difference import Difference
+    from memwall.report.difference import Side, Source
 
 _EXPECTED = (
     "two traces (memwall profile), two plans (memwall plan), two run reports (memwall run --report), or two snapshots "
@@ -27,21 +26,12 @@ def diff(
             "--fail-over", metavar="PCT", help="Exit with 3 if the peak of B is more than PCT percent above A's."
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="page.html", help="Also write a page with both curves.")
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what changed from A to B: peak, phases, who holds it."""
     percent = None if fail_over is None else _percent(fail_over)
     for path in (before, after):
         require_file(path, expected=_EXPECTED)
-    if output is not None:
-        require_writable(output, option="--output")
-        for path in (before, after):
-            if output.exists() and output.samefile(path):
-                raise UsageError(f"--output: {output} is a file that is read; choose another name")
-    from memwall.cli.comparison import read_side
     from memwall.cli.output import show
     from memwall.cli.source import source_kind
     from memwall.report.difference import difference_of, exit_status
@@ -53,10 +43,8 @@ def diff(
         raise UsageError(
             f"{before} is a {kinds[0]}, {after} is a {kinds[1]}; expected two files of one kind: {_EXPECTED}{hint}"
         )
-    first, second = read_side(before, kinds[0], "A"), read_side(after, kinds[1], "B")
-    difference = difference_of(first.side, second.side, fail_over_percent=percent)
-    if output is not None:
-        _save_page(difference, first, second, output)
+    first, second = (_side(path, kind) for path, kind in zip((before, after), kinds, strict=True))
+    difference = difference_of(first, second, fail_over_percent=percent)
     show(difference_report(difference), difference, as_json=as_json)
     raise typer.Exit(exit_status(difference))
 
@@ -71,17 +59,25 @@ def _percent(text: str) -> float:
     return percent
 
 
-def _save_page(difference: "Difference", first: "ReadSide", second: "ReadSide", output: Path) -> None:
-    from memwall.report.difference_grids import difference_grids, difference_scope, difference_verdict
-    from memwall.report.html import Page, save_page
+def _side(path: Path, kind: "Source") -> "Side":
+    """Returns the figures of a file; raises where it cannot be read, in a message that names it."""
+    from memwall.report.comparison import plan_side, run_side, snapshot_side, trace_side
 
-    page = Page(
-        title=f"memwall diff: {Path(difference.before).name} and {Path(difference.after).name}",
-        verdict=difference_verdict(difference),
-        overlaid=(first.total, second.total) if first.total is not None and second.total is not None else None,
-        curves=tuple(side.stacked for side in (first, second) if side.stacked is not None),
-        curves_title="Each by category",
-        grids=difference_grids(difference),
-        notes=tuple(difference_scope(difference).split("\n")),
-    )
-    save_page(page, output)
+    if kind == "trace":
+        from memwall.trace.file import load_trace
+
+        return trace_side(load_trace(path), str(path))
+    if kind == "snapshot":
+        from memwall.predict.snapshot.analysis import analyse_device, devices_of
+        from memwall.trace.snapshot.read import load_snapshot
+
+        snapshot = load_snapshot(path)
+        analyses = [analyse_device(snapshot, device)[0] for device in devices_of(snapshot)]
+        return snapshot_side(snapshot, analyses, str(path))
+    if kind == "plan":
+        from memwall.planning.planfile import Plan
+
+        return plan_side(Plan.load(path), str(path))
+    from memwall.observe.run_report import RunReport
+
+    return run_side(RunReport.load(path), str(path))

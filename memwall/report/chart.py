@@ -1,4 +1,4 @@
-"""Curves as figures in plotly's own form: one as a stack of layers, or two over each other.
+"""Curves as figures in plotly's own form: stacks of layers.
 
 Data and layout are dictionaries, because that is what plotly.js takes; their keys are plotly's attributes.
 """
@@ -16,8 +16,6 @@ _AXIS_TITLES: dict[PositionUnit, str] = {
     "operations": "operations",
     "events": "events of the allocator",
 }
-# A and B: apart for the common colour blindnesses, on a light and on a dark page.
-_OVERLAID = ("#5f8fc9", "#d9731a")
 # Distinguishable with the common colour blindnesses, and on both a light and a dark page.
 _COLOURS = {
     "base": "#8a93a1",
@@ -92,35 +90,6 @@ def chart_of(curve: Curve, scale: Scale) -> dict[str, Any]:
             edge = "bottom" if level_bytes == highest_bytes else "top"
             notes.append(_level_note(level_bytes, name, side, edge, scale))
     return {"data": data, "layout": _layout(curve, scale, shapes, notes, names_phases=bool(curve.bands))}
-
-
-def overlay_chart(first: Curve, second: Curve) -> dict[str, Any]:
-    """Returns data and layout of the totals of two curves over the same unit: the first filled, the second a line."""
-    scale = scale_of((first, second))
-    last = scale.last_positions[first.position_unit]
-    data: list[dict[str, Any]] = []
-    notes: list[dict[str, Any]] = []
-    higher = 0 if max(first.total_bytes) >= max(second.total_bytes) else 1
-    for index, (name, curve) in enumerate((("A", first), ("B", second))):
-        colour = _OVERLAID[index]
-        line = _line(curve, curve.total_bytes, scale, name, {"shape": "hv", "width": 1.75, "color": colour})
-        data.append(line | ({"fill": "tozeroy", "fillcolor": colour + "40"} if index == 0 else {}))
-        is_left = curve.peak_position <= last / 2
-        notes.append(
-            {
-                "name": name,
-                "text": f"{name}: {format_bytes(max(curve.total_bytes))}",
-                "x": curve.peak_position,
-                "y": max(line["y"]),
-                "xanchor": "left" if is_left else "right",
-                # The higher label above its curve, the lower one below: they never meet.
-                "yanchor": "bottom" if index == higher else "top",
-                "yshift": 2 if index == higher else -12,
-                "showarrow": False,
-                "font": {"color": colour},
-            }
-        )
-    return {"data": data, "layout": _layout(first, scale, [], notes, names_phases=False)}
 
 
 def _layout(

@@ -12,7 +12,7 @@ from msgspec import Struct
 from memwall.observe.run_report import RunReport
 from memwall.planning.planfile import Plan
 from memwall.predict.curve import Peak
-from memwall.report.chart import chart_of, legend_of, overlay_chart, scale_of
+from memwall.report.chart import chart_of, legend_of, scale_of
 from memwall.report.curves import Curve
 from memwall.report.grid import Grid, ratio_text
 from memwall.report.page_libraries import require_page_libraries
@@ -41,8 +41,6 @@ class Page(Struct, frozen=True, kw_only=True):
     """Verdict where no plan and no run has one."""
     cards: tuple[Card, ...] = ()
     """Before those of plan and run."""
-    overlaid: tuple[Curve, Curve] | None = None
-    """Drawn in one figure; both over the same unit."""
     curves: tuple[Curve, ...] = ()
     """Drawn beside each other with the same scales."""
     curves_title: str = "Memory over one step"
@@ -100,15 +98,11 @@ def page_html(page: Page) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    overlay, panels = _overlay(page.overlaid), _panels(page.curves)
     return environment.from_string(template).render(
         title=page.title,
         verdict=_verdict(page),
         cards=_cards(page),
-        overlay=overlay,
-        panels=panels,
-        # In the order of their places on the page.
-        figures=([overlay] if overlay else []) + panels,
+        panels=_panels(page.curves),
         panels_title=page.curves_title,
         legend=legend_of(page.curves),
         grids=_grids(page),
@@ -116,7 +110,7 @@ def page_html(page: Page) -> str:
         holders=[_holders(curve, curve.peak) for curve in page.curves if curve.peak is not None],
         scope=_scope(page),
         # 4.8 MB as it is, 2 MB like this: plotly.js 4.1 alone would otherwise fill the page's 5 MB.
-        plotly=_packed(get_plotlyjs()) if page.curves or page.overlaid else "",
+        plotly=_packed(get_plotlyjs()) if page.curves else "",
     )
 
 
@@ -170,18 +164,6 @@ def _panels(curves: Sequence[Curve]) -> list[_Panel]:
         )
         for curve in curves
     ]
-
-
-def _overlay(curves: tuple[Curve, Curve] | None) -> _Panel | None:
-    if curves is None:
-        return None
-    first, second = curves
-    return _Panel(
-        name="A and B",
-        tag=first.tag if first.tag == second.tag else f"A {first.tag}, B {second.tag}",
-        summary=f"A: {first.summary}; B: {second.summary}",
-        chart=overlay_chart(first, second),
-    )
 
 
 def _grids(page: Page) -> list[Grid]:

@@ -1,4 +1,4 @@
-"""`memwall diff`: two files of every kind, the status for CI, the page, and what cannot be compared."""
+"""`memwall diff`: two files of every kind, the status for CI, and what cannot be compared."""
 
 import json
 from collections.abc import Callable
@@ -65,19 +65,6 @@ def test_scripts_get_every_figure_of_the_tables(made: Path, shown: Shown) -> Non
     }
 
 
-@pytest.mark.requires("plotly", "jinja2")
-@pytest.mark.parametrize(("name", "num_charts"), [("t.trace", 3), ("s8.pickle", 3), ("plan.json", 0), ("run.json", 0)])
-def test_the_page_has_both_curves_in_one_figure_and_each_by_category(
-    name: str, num_charts: int, made: Path, shown: Shown
-) -> None:
-    shown(0, made / name, made / name, "-o", "page.html")
-    page = Path("page.html").read_text()
-    assert page.count('<div class="chart"') == num_charts
-    assert ("<h2>One over the other</h2>" in page) == (num_charts > 0)
-    assert "<h2>Peak</h2>" in page
-    assert len(page) < 5_000_000
-
-
 def test_files_of_different_kinds_are_refused(made: Path, shown: Shown) -> None:
     assert shown(2, made / "t.trace", made / "plan.json").startswith(
         f"memwall: {made}/t.trace is a trace, {made}/plan.json is a plan; expected two files of one kind: two traces ("
@@ -89,13 +76,6 @@ def test_files_of_different_kinds_are_refused(made: Path, shown: Shown) -> None:
 def test_a_limit_that_is_no_percentage_is_refused(given: str, made: Path, shown: Shown) -> None:
     message = f"memwall: --fail-over: '{given}' is no percentage; expected a number such as 5, 2.5 or 0\n"
     assert shown(2, made / "t.trace", made / "t.trace", f"--fail-over={given}") == message
-
-
-def test_a_file_that_is_read_is_not_overwritten(made: Path, shown: Shown) -> None:
-    before = (made / "t.trace").read_bytes()
-    message = shown(2, made / "plan.json", made / "t.trace", "-o", made / "t.trace")
-    assert message == f"memwall: --output: {made}/t.trace is a file that is read; choose another name\n"
-    assert (made / "t.trace").read_bytes() == before
 
 
 def test_a_file_that_is_missing_or_of_no_kind_is_named(made: Path, shown: Shown, folder: Path) -> None:

@@ -18,7 +18,7 @@ SIZES = "expected a number with a unit, such as 10GiB, 800MiB, 24GB, plain bytes
 OPTIONS = {
     "checkpoint": {"--to", "--output", "--json"},
     "demo": {"--budget", "--out", "--json"},
-    "diff": {"--fail-over", "--output", "--json"},
+    "diff": {"--fail-over", "--json"},
     "doctor": {"--disk", "--json"},
     "explain": {"--torch", "--json"},
     "export": {"--to", "--output", "--world-size", "--disk", "--json"}

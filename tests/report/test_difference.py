@@ -6,9 +6,7 @@ from golden_text import drawn, golden
 
 from memwall.observe.run_report import RunReport
 from memwall.planning.planfile import Plan
-from memwall.report.chart import overlay_chart
 from memwall.report.comparison import plan_side, run_side, trace_side
-from memwall.report.curves import curve_of
 from memwall.report.difference import Difference, Quantity, Side, difference_of, exit_status
 from memwall.report.text import difference_report
 from memwall.trace.records import Trace
@@ -114,27 +112,3 @@ class TestExactText:
         later = msgspec.structs.replace(run, measured=measured)
         difference = difference_of(run_side(run, "a.json"), run_side(later, "b.json"))
         assert drawn(difference_report(difference), width) == golden(f"diff_run_{width}.txt")
-
-
-class TestOverlay:
-    def test_both_curves_are_drawn_to_one_scale_with_their_peaks(self, trace: Trace) -> None:
-        first, second = (
-            curve_of(given, given.steps[1], name, "simulated", has_times=False)
-            for name, given in (("A", trace), ("B", grown(trace)))
-        )
-        chart = overlay_chart(first, second)
-        assert [(line["name"], max(line["y"])) for line in chart["data"]] == [
-            ("A", pytest.approx(800.03125, abs=1e-3)),
-            ("B", pytest.approx(900.03125, abs=1e-3)),
-        ]
-        assert chart["layout"]["xaxis"]["range"] == [0, 8]
-        assert [note["text"] for note in chart["layout"]["annotations"]] == ["A: 800.0 MiB", "B: 900.0 MiB"]
-        # Where both peaks are at one operation the labels are on both sides of them.
-        assert [note["yanchor"] for note in chart["layout"]["annotations"]] == ["top", "bottom"]
-
-    @pytest.mark.requires("plotly")
-    def test_plotly_knows_every_attribute(self, trace: Trace) -> None:
-        import plotly.graph_objects as go
-
-        curve = curve_of(trace, trace.steps[1], "A", "simulated")
-        assert len(go.Figure(overlay_chart(curve, curve)).data) == 2

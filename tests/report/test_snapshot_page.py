@@ -19,8 +19,7 @@ from memwall.predict.snapshot.timeline import timeline_of
 from memwall.report.chart import chart_of, legend_of, scale_of
 from memwall.report.curves import Curve
 from memwall.report.html import page_html
-from memwall.report.snapshots.snapshot_curves import snapshot_curve
-from memwall.report.snapshots.snapshot_page import snapshot_page
+from memwall.report.snapshots.snapshot_page import snapshot_curve, snapshot_page
 from memwall.trace.snapshot.read import load_snapshot
 from memwall.trace.snapshot.records import Event, Frame, Snapshot, SnapshotBlock, SnapshotSegment
 
@@ -33,8 +32,8 @@ def loaded(folder: Path, value: dict[str, Any]) -> Snapshot:
     return load_snapshot(folder / "s.pickle")
 
 
-def curve_of_device(snapshot: Snapshot, **options: Any) -> Curve:
-    curve = snapshot_curve(timeline_of(recording_of(snapshot, 0)), "GPU 0", **options)
+def curve_of_device(snapshot: Snapshot) -> Curve:
+    curve = snapshot_curve(timeline_of(recording_of(snapshot, 0)), "GPU 0")
     assert curve is not None
     return curve
 
@@ -92,16 +91,17 @@ def test_categories_survive_where_the_events_say_them(history: History, tmp_path
 
 
 def test_where_the_events_say_none_all_is_unknown(history: History, tmp_path: Path) -> None:
-    curve = curve_of_device(loaded(tmp_path, history.snapshot()), is_used_only=True)
-    assert layers_of(curve) == {"unknown": [0, 0, 8, 12, 14, 14, 6]}
-    assert curve.summary == "most in use 14.0 MiB, after event 4 of 6"
+    curve = curve_of_device(loaded(tmp_path, history.snapshot()))
+    assert layers_of(curve)["unknown"] == [0, 0, 8, 12, 14, 14, 6]
+    assert curve.summary == "most held 20.0 MiB, after event 4 of 6"
 
 
 def test_blocks_of_before_the_recording_are_unknown(history: History, tmp_path: Path) -> None:
     value = with_categories(history, "activation", "gradient", "")
     del value["device_traces"][0][:3]
-    layers = layers_of(curve_of_device(loaded(tmp_path, value), is_used_only=True))
-    assert layers == {"unknown": [12, 14, 14, 6]}
+    layers = layers_of(curve_of_device(loaded(tmp_path, value)))
+    assert layers["unknown"] == [12, 14, 14, 6]
+    assert set(layers) == {"unknown", "stranded"}
 
 
 @settings(max_examples=25)
