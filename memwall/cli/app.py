@@ -2,7 +2,9 @@
 
 import signal
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, cast
 
 import typer
@@ -19,6 +21,8 @@ from memwall.units import format_bytes
 
 # What libraries say there is for the script's author.
 _RUNS_SCRIPTS = ("profile", "run")
+_PATIENCE_SECONDS = 5.0
+"""Time that threads of a script have to end once the command has failed: each meets the failure in its next step."""
 
 app = typer.Typer(
     name="memwall",
@@ -79,7 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status; docs/limits.md has the list.
     """
-    status = _status_of(sys.argv[1:] if argv is None else list(argv))
+    try:
+        status = _status_of(sys.argv[1:] if argv is None else list(argv))
+    except MemwallError as error:
+        # Not wrapped and not styled: paths and sizes in it are copied and searched for.
+        typer.echo(plain(f"memwall: {error}"), err=True)
+        status = error.exit_status
+        if argv is None:
+            _end_despite_threads(status)
     if argv is None and status == 128 + signal.SIGTERM:  # whoever gives arguments may have more to do after it
         from memwall.checkpoint.ending import process_is_over
 
@@ -87,8 +98,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _end_despite_threads(status: int) -> None:
+    """Has the process end soon, where threads of a script that has failed may wait for each other for ever."""
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        from memwall.checkpoint.deadline import exit_in
+
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        exit_in(_PATIENCE_SECONDS, status)
+
+
 def _status_of(words: list[str]) -> int:
-    """Runs one command; returns its exit status."""
+    """Runs one command; returns its exit status.
+
+    Raises:
+        MemwallError: it has failed.
+    """
     try:
         if _is_plain_run(words):
             with log_to_standard_error():
@@ -96,10 +122,6 @@ def _status_of(words: list[str]) -> int:
                 run.run(cast(typer.Context, None), words[3:], budget=words[2])
         else:
             typer.main.get_command(app).main(args=words, prog_name="memwall")
-    except MemwallError as error:
-        # Not wrapped and not styled: paths and sizes in it are copied and searched for.
-        typer.echo(plain(f"memwall: {error}"), err=True)
-        return error.exit_status
     except typer.Exit as stop:
         return stop.exit_code
     except SystemExit as stop:

@@ -101,7 +101,7 @@ class AmpleRoom:
         self._in_step = self._is_passed = False
         self._made_bytes = 0
         self._parking = LateParking(self._quarter_bytes, disk, disk_capacity_bytes)
-        self._ended = threading.Event()
+        self._ended, self._handing_over = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._look, name="memwall-room", daemon=True)
 
     def start(self) -> None:
@@ -277,7 +277,10 @@ class AmpleRoom:
                 )
 
     def _hand_over(self, module: nn.Module | None) -> None:
-        self.close()
+        with self._handing_over:
+            if self.is_over:
+                return  # another thread of the script has come first
+            self.close()
         quarter = format_bytes(self._quarter_bytes, rounding="down")
         if self.has_told:
             tell(f"the process has held more than {quarter}: its next step is recorded, and planned from")

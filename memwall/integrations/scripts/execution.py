@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from memwall.errors import MemwallError
+from memwall.integrations.scripts.threads import ThreadFailures
 from memwall.patches import Patches
 from memwall.torch_internals.compiler import num_compiled
 
@@ -44,9 +45,29 @@ def execute(
         explained: what a failure means to memwall; None where it is the script's own.
 
     Raises:
-        MemwallError: one that the script let pass.
+        MemwallError: one that the script, or a thread of it, let pass.
         ScriptEnded: likewise.
     """
+    threads = ThreadFailures(explained)
+    with Patches("ends a script when a thread of it has failed") as patches:
+        threads.listen(patches)
+        try:
+            status = _executed(name, args, is_module=is_module, explained=explained, threads=threads)
+        finally:
+            threads.end()
+    if threads.failure is not None:
+        raise threads.failure
+    return status
+
+
+def _executed(
+    name: str,
+    args: Sequence[str],
+    *,
+    is_module: bool,
+    explained: Callable[[BaseException], MemwallError | None],
+    threads: ThreadFailures,
+) -> int:
     with _as_main(name, args, is_module=is_module):
         try:
             if is_module:
@@ -61,6 +82,8 @@ def execute(
         except (MemwallError, ScriptEnded):
             raise
         except (Exception, KeyboardInterrupt) as error:
+            if threads.failure is not None:
+                return 1  # what it failed by follows from that
             # As Python would show it, from the script's own first line on.
             frames = error.__traceback__
             while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):

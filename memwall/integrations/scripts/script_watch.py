@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from memwall.checkpoint.reachable import reachable
 from memwall.errors import MemwallError
 from memwall.integrations.scripts.forward_calls import ForwardCalls
+from memwall.integrations.scripts.threads import TrainingThread
 from memwall.integrations.scripts.trained_models import as_one, optimizers_alive, trained_with
 from memwall.patches import Patches
 from memwall.torch_internals.autograd import current_node
@@ -51,7 +52,7 @@ class ScriptWatch:
         """Optimizers that train what a model is called with in place of its parameters."""
         self._running = 0
         """The model that is being called."""
-        self._forwards = ForwardCalls()
+        self._forwards, self._thread = ForwardCalls(), TrainingThread(script)
         self.trains: Callable[[], bool] = torch.is_grad_enabled
         """Tells whether a call that is made now is one of training."""
 
@@ -73,9 +74,15 @@ class ScriptWatch:
             return  # within compiled code, whose module was looked at
         if self._is_inherited:
             return
+        if self._thread.is_another:
+            self._called_elsewhere(module)
+            return
         number = id(module)
         if self._running or number in self._called:
             self._running = self._running or number
+            if self._thread.is_gone and self.trains():
+                with self.guarded():
+                    self._thread.check(module)
             return
         model = self._known.get(module)
         if model == number and self.trains():
@@ -109,7 +116,7 @@ class ScriptWatch:
         """Notes that a model has been called."""
         if torch.compiler.is_compiling():
             return
-        if self._running == id(module):
+        if self._running == id(module) and not self._thread.is_another:
             self._running = 0
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -147,12 +154,23 @@ class ScriptWatch:
             and any(parameter.requires_grad for parameter in module.parameters())
         )
 
+    def _called_elsewhere(self, module: nn.Module) -> None:
+        """Looks at a call that another thread makes than the one that trains."""
+        if module not in self._known and self._is_trainable(module):
+            found = trained_with(module, self._called.values(), foreign=self._foreign)
+            if not found.is_trained:
+                self._known.update((each, 0) for each in module.modules())
+        if self._known.get(module, 1) and self._is_trainable(module):
+            with self.guarded():
+                self._thread.check(module)
+
     def _found(self, module: nn.Module) -> None:
         self._let_go(module)
         found = trained_with(module, self._called.values(), foreign=self._foreign)
         if not found.is_trained:
             self._known.update((each, 0) for each in module.modules())
             return
+        self._thread.check(module)
         self._of_copies.update(found.of_copies)
         alive = {id(model) for model in found.models}
         self._called = {number: model for number, model in self._called.items() if number in alive}
