@@ -100,12 +100,6 @@ class RowExchange:
         place = torch.cumsum(is_owned, 0) - 1
         return whole[is_owned], values / self.num_ranks if self._has_mean else values, place[adding[is_owned[adding]]]
 
-    def sum(self, value: Tensor) -> Tensor:
-        """Returns the sum over ranks."""
-        total = value.clone()
-        dist.all_reduce(total, group=self._group)
-        return total
-
     def gather(self, value: object) -> list[object]:
         """Returns every rank's value, in their order."""
         found: list[object] = [None] * self.num_ranks

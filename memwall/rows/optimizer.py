@@ -9,11 +9,10 @@ The hooks are installed for all optimizers with the first table, so that a scrip
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memwall.apply.optimizer_state.partial_step import with_closure_called
@@ -62,39 +61,6 @@ def install_hooks() -> None:
                 why="steps tables of rows",
                 reason="a table ends when it is collected, which may be while an optimizer goes through its hooks",
             )
-
-
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scales gradients to a norm of at most `max_norm` together, tables whose rows are shared by ranks included.
-
-    `torch.nn.utils.clip_grad_norm_` is right with tables of one rank; with several it leaves them out, as no rank has
-    their whole norm. All ranks call this, after the last backward of a step. The 2-norm, as there.
-
-    Returns:
-        The norm before.
-    """
-    chosen = list(parameters)
-    tables = [p.table for p in chosen if isinstance(p, TableWeight) and p.table.exchange is not None]
-    for table in tables:
-        table.gather_gradient()
-    gradients = [gradient for gradient in (p.grad for p in chosen) if gradient is not None]
-    shared = [p for p in chosen if isinstance(p, TableWeight) and p.table.exchange is not None]
-    own = [p.grad for p in chosen if not any(p is q for q in shared) and p.grad is not None]
-    squares = (
-        torch.nn.utils.get_total_norm(own).double() ** 2 if own else torch.zeros((), dtype=torch.float64, device="cpu")
-    )
-    for parameter in shared:
-        gradient, exchange = parameter.grad, parameter.table.exchange
-        part = (
-            torch.zeros((), dtype=torch.float64, device="cpu") if gradient is None else gradient.double().pow(2).sum()
-        )
-        assert exchange is not None
-        squares = squares + exchange.sum(part)
-    norm = squares.sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient))
-    return norm
 
 
 def _before_step(

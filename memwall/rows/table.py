@@ -206,7 +206,7 @@ class RowTable:
     def gradient(self) -> Tensor | None:
         """Returns what the weight shows as its gradient: [rows, dim], in the order of their ids.
 
-        Between ranks it is shown from `gather_gradient` to the next backward.
+        Between ranks it is shown within the optimizer's step alone.
         """
         if self._stepping is not None:
             return self._stepping.gradient
@@ -240,21 +240,6 @@ class RowTable:
             )
         self._shown = self._coalesced()[0], value, None
 
-    def gather_gradient(self) -> None:
-        """Brings every rank's gradient to the rows' owners, where it can be measured and clipped. All ranks call it."""
-        if self.exchange is None:
-            return
-        gathered = self.exchange.gradients(self._to_exchange, self.dim, self.dtype)
-        if gathered is not None:
-            ids, values, adding = gathered
-            is_first = self._sum is None
-            self._add(self._sparse(ids, values))
-            if is_first:
-                rows, inverse = torch.unique(ids, return_inverse=True)
-                added = values.new_zeros(rows.numel(), self.dim).index_add_(0, inverse[adding], values[adding])
-                self._shown = rows, added, added.clone()
-        self._to_exchange, self._is_gathered = [], True
-
     # -- the optimizer's step ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -272,7 +257,7 @@ class RowTable:
         self.withdraw()
         if current_backward() == -1:
             self._arriving.clear()
-        self.gather_gradient()
+        self._gather_gradient()
         whole = self._sum_so_far()
         if whole is None:
             return
@@ -320,6 +305,21 @@ class RowTable:
         self.num_updates += 1
         if "step" in state:
             self.step_count = float(state["step"])
+
+    def _gather_gradient(self) -> None:
+        """Brings every rank's gradient to the rows' owners."""
+        if self.exchange is None:
+            return
+        gathered = self.exchange.gradients(self._to_exchange, self.dim, self.dtype)
+        if gathered is not None:
+            ids, values, adding = gathered
+            is_first = self._sum is None
+            self._add(self._sparse(ids, values))
+            if is_first:
+                rows, inverse = torch.unique(ids, return_inverse=True)
+                added = values.new_zeros(rows.numel(), self.dim).index_add_(0, inverse[adding], values[adding])
+                self._shown = rows, added, added.clone()
+        self._to_exchange, self._is_gathered = [], True
 
     def replace_store(self, store: RowStore, *, step_count: float | None = None) -> None:
         """Takes other rows in place of these, and forgets the gradient."""
