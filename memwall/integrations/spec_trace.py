@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -15,7 +16,7 @@ from memwall.machine.hardware import Hardware
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.predict.roofline import Roofline
 from memwall.trace.fake import MOST_MICRO_BATCHES, RecordedRun, record_fake_run
-from memwall.trace.records import Route
+from memwall.trace.records import Route, Trace
 from memwall.trace.spec import describe_error, load_workload
 from memwall.trace.workload import Workload
 
@@ -127,15 +128,20 @@ def device_run_of_spec(
         TraceError: the step can't be recorded without data.
     """
     if route == "phantom":
-        return _phantom_run(
+        if not isinstance(spec, str):
+            raise UsageError(
+                "route phantom: a process of its own makes the workload; give package.module:factory or "
+                "path/file.py:factory in place of the Workload"
+            )
+        run = recorded_on_phantom(
             spec,
             hardware,
-            mask_share=mask_share,
             eval_batch=eval_batch,
             num_micro_batches=num_micro_batches,
-            host_bytes=host_bytes,
-            **options,
+            mask_share=mask_share,
+            options={**options},
         )
+        return _translated(run, partial(translated, hardware=hardware), host_bytes)
     workload, evaluated = workloads_of_spec(spec, eval_batch, **options)
     if changed is not None:
         workload = changed(workload)
@@ -162,41 +168,13 @@ def device_run_of_spec(
                 host_bytes=host_bytes,
             )
             return RecordedRun(training=real, evaluation=None, failure=f"not on fake tensors: {failure}")
-    evaluation = run.evaluation
-    if evaluation is not None:
-        evaluation = translated(evaluation, hardware, autocast=recording.autocast)
-    training = translated(run.training, hardware, autocast=recording.autocast, host_bytes=host_bytes)
-    return RecordedRun(training=training, evaluation=evaluation, failure=run.failure)
+    return _translated(run, partial(translated, hardware=hardware, autocast=recording.autocast), host_bytes)
 
 
-def _phantom_run(
-    spec: str | Workload,
-    hardware: Hardware,
-    *,
-    mask_share: float | None,
-    eval_batch: int | None,
-    num_micro_batches: int,
-    host_bytes: int,
-    **options: Unpack[SpecOptions],
-) -> RecordedRun:
-    """Has torch's CUDA build record the SPEC on a phantom device; see `device_run_of_spec`."""
-    if not isinstance(spec, str):
-        raise UsageError(
-            "route phantom: a process of its own makes the workload; give package.module:factory or "
-            "path/file.py:factory in place of the Workload"
-        )
-    run = recorded_on_phantom(
-        spec,
-        hardware,
-        eval_batch=eval_batch,
-        num_micro_batches=num_micro_batches,
-        mask_share=mask_share,
-        options={**options},
-    )
-    evaluation = run.evaluation
+def _translated(run: RecordedRun, translate: Callable[..., Trace], host_bytes: int) -> RecordedRun:
     return RecordedRun(
-        training=translated(run.training, hardware, host_bytes=host_bytes),
-        evaluation=None if evaluation is None else translated(evaluation, hardware),
+        training=translate(run.training, host_bytes=host_bytes),
+        evaluation=None if run.evaluation is None else translate(run.evaluation),
         failure=run.failure,
     )
 

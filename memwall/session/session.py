@@ -361,6 +361,7 @@ class Session:
 
         Raises:
             OutOfMemoryError: memory ran out, and the step cannot be done again.
+            RankError: it did on another rank.
         """
         return self._steps.redoable(part, batch)
 

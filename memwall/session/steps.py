@@ -110,16 +110,7 @@ class Steps:
         self._joint, self._is_joint_known = None, False
 
     def redoable(self, part: Callable[[], _T], batch: Any = None) -> _T:
-        """Runs a part of a training step, which may be run again.
-
-        Args:
-            part: runs forward and backward.
-            batch: of which the shapes of its tensors tell ranks whether memory may run out; None where nobody knows it.
-
-        Raises:
-            OutOfMemoryError: memory ran out, and the step cannot be done again.
-            RankError: it did on another rank.
-        """
+        """Runs a part of a training step, which may be run again, see `Session.redoable`."""
         try:
             joint = self._met_for_part()
             shapes = () if joint is None else tuple(tuple(tensor.shape) for tensor in tensors_in(batch))
@@ -169,15 +160,7 @@ class Steps:
             self.end_last_step()
 
     def end_step(self) -> None:
-        """Says that every optimizer has stepped and gradients are dropped: what runs next is no part of the step.
-
-        Without it the step ends at the next forward, be that of the next step or of an evaluation. Of several ranks
-        each has to say so at the same point of its loop: they plan together.
-
-        Raises:
-            InfeasibleError: the step was the recorded one, and nothing fits.
-            RankError: another rank failed, or does not come.
-        """
+        """Ends the step, see `Session.end_step`; after the recorded one the plan is made and applied."""
         self._end_recording()
         if self.state != "recorded":
             return
@@ -211,11 +194,7 @@ class Steps:
                     self.recovery.plan_again()
 
     def end_last_step(self) -> None:
-        """Says so at the end of the run, where other ranks may have ended: a first step that was alone is planned.
-
-        Raises:
-            InfeasibleError: nothing fits.
-        """
+        """Ends the last step, see `Session.end_last_step`."""
         self.borders.end_run()
         if self.live.ranks is not None:
             self.live.ranks.leave()

@@ -15,7 +15,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor, nn
 
-from memwall.errors import MemwallError, UsageError
+from memwall.errors import UsageError
 from memwall.machine.collector import without_collector
 from memwall.patches import Patches
 from memwall.torch_internals.fake import (
@@ -32,9 +32,8 @@ from memwall.trace.op_work import OpWork
 from memwall.trace.optimizers import leaves_foreach_to_torch
 from memwall.trace.records import Trace
 from memwall.trace.recurrent import flatten_weights
-from memwall.trace.seeding import drawing_alike, made_hearing, with_step_after_seeding
-from memwall.trace.spec import describe_error
-from memwall.trace.trace_builder import TraceBuilder, run_evaluated, run_recorded
+from memwall.trace.seeding import drawing_alike, evaluated_after, made_hearing
+from memwall.trace.trace_builder import TraceBuilder, run_recorded
 from memwall.trace.workload import Workload
 from memwall.trace.workspaces import Workspaces
 
@@ -89,26 +88,14 @@ def record_fake_run(
     ) as run:
         batch, *evaluated = run.batches
         num_micro_batches = min(num_micro_batches, MOST_MICRO_BATCHES)
-        training = run_recorded(
-            run.builder,
-            workload,
-            run.model,
-            run.optimizer,
-            batch,
-            num_steps=_NUM_STEPS,
-            num_micro_batches=num_micro_batches,
-        )
+        trained = run.builder, workload, run.model, run.optimizer
+        training = run_recorded(*trained, batch, num_steps=_NUM_STEPS, num_micro_batches=num_micro_batches)
         if not evaluated:
             return RecordedRun(training=training, evaluation=None)
-        trained = run.builder, workload, run.model, run.optimizer
-        try:
-            evaluation = run_evaluated(*trained, *evaluated)
-            if run.is_seeding[-1]:
-                evaluation = with_step_after_seeding(evaluation, *trained, batch, num_micro_batches=num_micro_batches)
-        except Exception as error:  # whatever a model's own code raises; the training steps stand all the same
-            failure = str(error) if isinstance(error, MemwallError) else describe_error(error)
-            return RecordedRun(training=training, evaluation=None, failure=failure)
-    return RecordedRun(training=training, evaluation=evaluation)
+        evaluation, failure = evaluated_after(
+            *trained, batch, *evaluated, is_seeding=run.is_seeding[-1], num_micro_batches=num_micro_batches
+        )
+    return RecordedRun(training=training, evaluation=evaluation, failure=failure)
 
 
 class FakeRun(NamedTuple):

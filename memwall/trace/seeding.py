@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from memwall.errors import MemwallError
 from memwall.patches import Patches
 from memwall.trace.records import Trace
 from memwall.trace.recurrent import drops_between_layers
-from memwall.trace.trace_builder import TraceBuilder, run_recorded
+from memwall.trace.spec import describe_error
+from memwall.trace.trace_builder import TraceBuilder, run_evaluated, run_recorded
 from memwall.trace.workload import Workload
 
 _SETTERS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
@@ -79,27 +81,37 @@ def made_hearing(make: Callable[[], Any]) -> tuple[Any, bool]:
         return make(), bool(heard)
 
 
-def with_step_after_seeding(
-    evaluation: Trace,
+def evaluated_after(
     builder: TraceBuilder,
     workload: Workload,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Any,
+    evaluated: Any,
     *,
+    is_seeding: bool,
     num_micro_batches: int = 1,
     seed: Callable[[], object] = tell_seeded,
-) -> Trace:
-    """Returns the evaluation, and behind it the training step that follows, if the model notices fresh seeds there.
+) -> tuple[Trace | None, str]:
+    """Returns an evaluation, and behind it the training step that follows, if the model notices fresh seeds there.
 
     Args:
-        evaluation: of a batch whose making has seeded the generators.
-        builder: has recorded it.
+        builder: has recorded training steps.
+        evaluated: the batch that is evaluated.
+        is_seeding: whether making that has seeded the generators.
         num_micro_batches: as in `run_recorded`.
         seed: seeds the generators of the device that the step runs on; fake tensors are only told so.
+
+    Returns:
+        The evaluation, and ""; or None, and why there is none: the training steps stand all the same.
     """
-    if not drops_between_layers(model):
-        return evaluation
-    seed()
-    trace = run_recorded(builder, workload, model, optimizer, batch, num_steps=1, num_micro_batches=num_micro_batches)
-    return msgspec.structs.replace(evaluation, names=trace.names, steps=(*evaluation.steps, trace.steps[-1]))
+    trained = builder, workload, model, optimizer
+    try:
+        evaluation = run_evaluated(*trained, evaluated)
+        if not is_seeding or not drops_between_layers(model):
+            return evaluation, ""
+        seed()
+        trace = run_recorded(*trained, batch, num_steps=1, num_micro_batches=num_micro_batches)
+    except Exception as error:  # whatever a model's own code raises
+        return None, str(error) if isinstance(error, MemwallError) else describe_error(error)
+    return msgspec.structs.replace(evaluation, names=trace.names, steps=(*evaluation.steps, trace.steps[-1])), ""

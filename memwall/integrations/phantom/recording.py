@@ -11,7 +11,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from memwall.errors import MemwallError
 from memwall.integrations.phantom.values import DeviceValues, PhantomValues
 from memwall.machine.hardware import Hardware
 from memwall.patches import Patches
@@ -24,9 +23,8 @@ from memwall.torch_internals.trees import tree_flatten, tree_map
 from memwall.trace.fake import MOST_MICRO_BATCHES, RecordedRun, fake_run
 from memwall.trace.fakes.fake_results import biases_in_place
 from memwall.trace.records import Trace
-from memwall.trace.seeding import with_step_after_seeding
-from memwall.trace.spec import describe_error
-from memwall.trace.trace_builder import TraceBuilder, run_evaluated, run_recorded
+from memwall.trace.seeding import evaluated_after
+from memwall.trace.trace_builder import TraceBuilder, run_recorded
 from memwall.trace.workload import Workload
 
 _NUM_STEPS = 2
@@ -70,19 +68,14 @@ def record_on_phantom(
         trained = builder, workload, model, optimizer
         num_micro_batches = min(num_micro_batches, MOST_MICRO_BATCHES)
         training = run_recorded(*trained, batch, num_steps=_NUM_STEPS, num_micro_batches=num_micro_batches)
-        evaluation, failure = None, ""
-        try:
-            evaluation = run_evaluated(*trained, evaluated)
-            if is_seeding:
-                evaluation = with_step_after_seeding(
-                    evaluation,
-                    *trained,
-                    batch,
-                    num_micro_batches=num_micro_batches,
-                    seed=lambda: torch.cuda.manual_seed_all(0),
-                )
-        except Exception as error:  # whatever a model's own code raises; the training steps stand all the same
-            failure = str(error) if isinstance(error, MemwallError) else describe_error(error)
+        evaluation, failure = evaluated_after(
+            *trained,
+            batch,
+            evaluated,
+            is_seeding=is_seeding,
+            num_micro_batches=num_micro_batches,
+            seed=lambda: torch.cuda.manual_seed_all(0),
+        )
     steps = training.steps if evaluation is None else (*training.steps, *evaluation.steps)
     whole = with_own_blocks(steps, blocks.take(), device)
 
