@@ -36,9 +36,9 @@ def why_unseen(*, trains_copies: bool) -> tuple[str, str]:
     """
     if trains_copies:
         return (
-            "the optimizer trains copies, with which torch.func.functional_call calls the model in place of its "
+            "the optimizer trains copies, or torch.func.functional_call calls the model with what is made of its "
             "parameters: no plan makes such steps smaller",
-            "train the model's own parameters",
+            "train the model's own parameters, and call the model with them",
         )
     return (
         "gradients are computed by torch.func, which allows no hooks on saved tensors: no plan makes such steps "

@@ -149,6 +149,11 @@ class EventLog:
         index = self._find(tensor)
         return self.storages[index].category if index >= 0 else None
 
+    def is_born(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor's storage was made in the step."""
+        index = self._find(tensor)
+        return index >= 0 and self.storages[index].birth >= 0
+
     def index_of(self, tensor: Tensor) -> int:
         """Returns the number of a tensor's storage; a negative one where nothing is known of it."""
         return self._find(tensor)

@@ -84,7 +84,7 @@ class StepRecorder(StepMode):
         self._phase: Phase = "other"
         self._in_optimizer = False
         self.num_optimizer_steps = 0
-        self.is_changed_by_hand = False
+        self._is_written_by_hand = False
         """Whether a parameter was written after a backward, outside of any optimizer."""
         self.draws_in_python = False
         """Whether a root's forward took random numbers of Python's, or of numpy's."""
@@ -187,6 +187,16 @@ class StepRecorder(StepMode):
             yield
         finally:
             self._saved.num_paused -= 1
+
+    @property
+    def is_changed_by_hand(self) -> bool:
+        """Returns whether parameters were written after a backward, outside of any optimizer, or got other tensors."""
+        return self._is_written_by_hand or (self.log.has_mark("backward") and self._have_other_tensors())
+
+    def _have_other_tensors(self) -> bool:
+        """Tells whether a parameter has a tensor that the step has made, by `parameter.data = ...`."""
+        trained = (each for root in self.table.roots for each in root.parameters() if each.requires_grad)
+        return any(self.log.is_born(each) for each in trained)
 
     @property
     def is_dry_run(self) -> bool:
@@ -360,6 +370,6 @@ class StepRecorder(StepMode):
     def _note_by_hand(self, changed: list[Tensor]) -> None:
         """Notes that parameters change between a backward and the next forward: a loop steps them itself."""
         if any(self.log.category_of(tensor) == "parameter" for tensor in changed):
-            self.is_changed_by_hand = True
+            self._is_written_by_hand = True
             if self.num_optimizer_steps == 0:
                 self._set_phase("optimizer")

@@ -77,6 +77,18 @@ for step in range(4):
                 parameter.copy_(copy)
     models[0].zero_grad()
 """,
+    "mixed precision by hand, whose parameters are new tensors": """
+models = [network(4, 4).bfloat16()]
+copies = [parameter.detach().float() for parameter in models[0].parameters()]
+optimizer = torch.optim.Adam(copies, lr=0.01)
+for step in range(3):
+    for copy, parameter in zip(copies, models[0].parameters()):
+        parameter.data = copy.bfloat16()
+    models[0](torch.randn(32, 4).bfloat16()).float().square().mean().backward()
+    for copy, parameter in zip(copies, models[0].parameters()):
+        copy.grad, parameter.grad = parameter.grad.float(), None
+    optimizer.step()
+""",
     "a closure": """
 models = [network(4, 4)]
 optimizer = torch.optim.LBFGS(models[0].parameters(), max_iter=3)
@@ -140,7 +152,12 @@ _NUM_STEPS = {
     "layers that train themselves by their forwards": 6,
     "mixed precision by hand, whose second step is left out": 4,
 }
-_CHEAPEST = ("a gan", "steps by hand", "mixed precision by hand, whose second step is left out")
+_CHEAPEST = (
+    "a gan",
+    "steps by hand",
+    "mixed precision by hand, whose second step is left out",
+    "mixed precision by hand, whose parameters are new tensors",
+)
 
 
 @pytest.mark.parametrize("name", [name if name in _CHEAPEST else exhaustive(name) for name in _LOOPS])

@@ -101,6 +101,26 @@ def test_a_model_whose_copies_are_trained_is_stepped_by_hand(in_one: bool, found
     assert optimizer.param_groups
 
 
+@pytest.mark.parametrize(("dtype", "is_trained"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_a_model_in_lower_precision_is_stepped_by_hand(dtype: torch.dtype, is_trained: bool, found_with: Found) -> None:
+    """GIVEN an optimizer of a model that is not called WHEN one like it is THEN it may be a teacher, if as precise."""
+    trained, called = nn.Linear(3, 3), nn.Linear(3, 3).to(dtype)
+    optimizer = adam(trained)
+    found = found_with(called)
+    assert found.is_trained == is_trained
+    assert called in found.models
+    assert optimizer.param_groups
+
+
+def test_an_optimizer_is_known_where_a_model_is_called_with_what_is_made_of_its_parameters(found_with: Found) -> None:
+    model, found = nn.Linear(3, 3), []
+    optimizer = adam(model)
+    model.register_forward_pre_hook(lambda called, _: found.append(found_with(called)))
+    lower = {name: parameter.bfloat16() for name, parameter in model.named_parameters()}
+    torch.func.functional_call(model, lower, (torch.ones(1, 3).bfloat16(),))
+    assert [each.of_copies for each in found] == [(optimizer,)]
+
+
 def test_a_network_through_which_an_image_is_trained_is_none_of_the_script_s(found_with: Found) -> None:
     """GIVEN an optimizer of fewer numbers than a network has WHEN that is called THEN it measures a loss."""
     network, image = nn.Linear(8, 8), torch.ones(8, requires_grad=True)

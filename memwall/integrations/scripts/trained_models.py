@@ -4,6 +4,7 @@ A script tells nobody which models it trains, but its optimizers hold their para
 both. A model is the largest module that is called; what holds several of them, as a class with the whole loop, is none.
 """
 
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
 import torch
@@ -89,12 +90,15 @@ def _of_copies(
 ) -> list[torch.optim.Optimizer]:
     """Returns the optimizers that train what torch.func calls a model with in place of its parameters.
 
-    Within a transform no module holds what they train meanwhile: it is known by its shapes.
+    Within a transform, or where it is called with what was computed of them, as with parameters in lower precision, no
+    module holds what they train meanwhile: it is known by its shapes.
     """
     of = [(one, [p for group in getattr(one, "param_groups", ()) for p in group["params"]]) for one in optimizers]
     if not execution_is_transformed():
         copies = {id(given) for given in called.parameters() if not isinstance(given, nn.Parameter)}
-        return [optimizer for optimizer, trained in of if any(id(each) in copies for each in trained)] if copies else []
+        found = [optimizer for optimizer, trained in of if any(id(each) in copies for each in trained)]
+        if found or not copies:
+            return found
     held = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     left = [(optimizer, {each.shape for each in trained if id(each) not in held}) for optimizer, trained in of]
     shapes = [parameter.shape for parameter in called.parameters() if parameter.requires_grad]
@@ -107,16 +111,19 @@ def _are_carried_back(
 ) -> bool:
     """Tells whether optimizers train tensors of no module, enough for copies of all that a model's gradients are of.
 
-    Mixed precision by hand does that: float32 copies of a bfloat16 model, each by itself or all in one.
+    Mixed precision by hand does that: float32 copies of a bfloat16 model, each by itself or all in one, or a second
+    model of them.
     """
     if execution_is_transformed() or any(not isinstance(given, nn.Parameter) for given in called.parameters()):
         return False  # called with the copies themselves
     trained = {id(p): p for one in optimizers for group in getattr(one, "param_groups", ()) for p in group["params"]}
+    asked = [parameter for parameter in called.parameters() if parameter.requires_grad]
     if any(id(parameter) in trained for module in modules for parameter in module.parameters(recurse=False)):
-        return False
-    num_asked = sum(parameter.numel() for parameter in called.parameters() if parameter.requires_grad)
+        is_lower = all(each.is_floating_point() and each.dtype.itemsize == 2 for each in asked)
+        wide = Counter(each.shape for each in trained.values() if each.dtype == torch.float32)
+        return is_lower and bool(asked) and Counter(each.shape for each in asked) <= wide
     num_trained: int = sum(parameter.numel() for parameter in trained.values())
-    return num_trained >= num_asked > 0
+    return num_trained >= sum(parameter.numel() for parameter in asked) > 0
 
 
 def _others(modules: Iterable[nn.Module], found: Iterable[nn.Module], trained: Sequence[int]) -> list[nn.Module]:
