@@ -1,4 +1,4 @@
-/* The crc32 of zlib, folded 64, 128 or 256 bytes at a time: 128-bit remainders are multiplied by powers of x without carries.
+/* The crc32 of zlib, folded 64 or 128 bytes at a time: 128-bit remainders are multiplied by powers of x without carries.
  *
  * Method: V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009. The
  * powers are x^n mod P, bits reflected, P = 0x104c11db7; `tests/store/test_checksum.py` compares with zlib.
@@ -13,7 +13,6 @@
 #define NUM_LANES 4
 #define UNROLLED _Pragma("GCC unroll 4") /* else the registers lie in memory */
 #define HALF_BYTES 128 /* four registers of two lanes each */
-#define WIDE_BYTES 256 /* four registers of four lanes each */
 
 int crc32_is_fast(void) { return __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1"); }
 
@@ -85,42 +84,6 @@ static __m128i fold_half_blocks(const uint8_t **bytes, uint64_t *num_bytes) { re
 static int has_half_lanes(void) { return 0; }
 #endif
 
-#if defined(__clang__) || __GNUC__ >= 8
-/* The same for blocks of 256 bytes. */
-__attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.1"))) static __m128i fold_wide_blocks(const uint8_t **bytes,
-                                                                                            uint64_t *num_bytes) {
-    const __m512i by_256_bytes =
-        _mm512_broadcast_i32x4(_mm_set_epi64x(0x1322d1430, 0x11542778a)); /* x^(2048-32), x^(2048+32) */
-    const __m128i by_16_bytes = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
-    __m512i wide[4];
-    UNROLLED
-    for (int i = 0; i < 4; i++) wide[i] = _mm512_loadu_si512((const __m512i *)*bytes + i);
-    wide[0] = _mm512_xor_si512(wide[0], _mm512_inserti32x4(_mm512_setzero_si512(), _mm_cvtsi32_si128(-1), 0));
-    for (*bytes += WIDE_BYTES, *num_bytes -= WIDE_BYTES; *num_bytes >= WIDE_BYTES;
-         *bytes += WIDE_BYTES, *num_bytes -= WIDE_BYTES)
-        UNROLLED
-        for (int i = 0; i < 4; i++) {
-            __m512i low = _mm512_clmulepi64_epi128(wide[i], by_256_bytes, 0x00);
-            __m512i high = _mm512_clmulepi64_epi128(wide[i], by_256_bytes, 0x11);
-            __m512i next = _mm512_loadu_si512((const __m512i *)*bytes + i);
-            wide[i] = _mm512_ternarylogic_epi64(low, high, next, 0x96); /* the sum of all three */
-        }
-    __m128i lanes[WIDE_BYTES / LANE_BYTES];
-    UNROLLED
-    for (int i = 0; i < 4; i++) _mm512_storeu_si512((__m512i *)lanes + i, wide[i]);
-    __m128i one = lanes[0];
-    for (int i = 1; i < WIDE_BYTES / LANE_BYTES; i++) one = fold(one, by_16_bytes, lanes[i]);
-    return one;
-}
-
-/* Of processors and of kernels, which have to keep the wide registers. */
-static int has_wide_lanes(void) { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq"); }
-
-#else /* a compiler that does not know these instructions */
-static __m128i fold_wide_blocks(const uint8_t **bytes, uint64_t *num_bytes) { return fold_blocks(bytes, num_bytes); }
-static int has_wide_lanes(void) { return 0; }
-#endif
-
 typedef __m128i (*folding)(const uint8_t **bytes, uint64_t *num_bytes);
 
 static uint32_t crc32_with(folding fold_all, const uint8_t *bytes, uint64_t num_bytes) {
@@ -135,14 +98,10 @@ static uint32_t crc32_with(folding fold_all, const uint8_t *bytes, uint64_t num_
 
 uint32_t crc32_narrow(const uint8_t *bytes, uint64_t num_bytes) { return crc32_with(fold_blocks, bytes, num_bytes); }
 
-uint32_t crc32_half(const uint8_t *bytes, uint64_t num_bytes) {
+/* Registers of four lanes fold no faster: from 128 bytes at a time on memory is what takes the time. */
+uint32_t crc32_of(const uint8_t *bytes, uint64_t num_bytes) {
     int has_room = num_bytes >= HALF_BYTES && has_half_lanes();
     return crc32_with(has_room ? fold_half_blocks : fold_blocks, bytes, num_bytes);
-}
-
-uint32_t crc32_of(const uint8_t *bytes, uint64_t num_bytes) {
-    if (num_bytes >= WIDE_BYTES && has_wide_lanes()) return crc32_with(fold_wide_blocks, bytes, num_bytes);
-    return crc32_half(bytes, num_bytes);
 }
 
 #else
@@ -151,6 +110,5 @@ uint32_t crc32_of(const uint8_t *bytes, uint64_t num_bytes) {
     (void)bytes, (void)num_bytes;
     return 0;
 }
-uint32_t crc32_half(const uint8_t *bytes, uint64_t num_bytes) { return crc32_of(bytes, num_bytes); }
 uint32_t crc32_narrow(const uint8_t *bytes, uint64_t num_bytes) { return crc32_of(bytes, num_bytes); }
 #endif
