@@ -34,8 +34,10 @@ class _Finder:
             self.calls.setdefault(call.module, []).append(call)
         self.saved_bytes = [0] * len(trace.modules)
         self.subtree: dict[int, frozenset[int]] = {}
+        self.saves_of: dict[int, list[int]] = {}
         counted: set[int] = set()
-        for save in step.saved:
+        for number, save in enumerate(step.saved):
+            self.saves_of.setdefault(save.module, []).append(number)
             storage = step.storages[save.storage]
             if save.storage in counted or storage.category not in ("activation", "input") or storage.birth < 0:
                 continue
@@ -118,12 +120,12 @@ class _Finder:
         saved: list[list[int]] = [[] for _ in calls]
         ends = [call.end for call in calls]
         is_in_order = ends == sorted(ends)  # else it calls itself
-        for number, save in enumerate(self.step.saved):
-            if save.module in members:
-                for place in range(bisect_left(ends, save.packed) if is_in_order else 0, len(calls)):
-                    if calls[place].start <= save.packed <= ends[place]:
-                        saved[place].append(number)
-                        break
+        for number in sorted(number for member in members for number in self.saves_of.get(member, ())):
+            packed = self.step.saved[number].packed
+            for place in range(bisect_left(ends, packed) if is_in_order else 0, len(calls)):
+                if calls[place].start <= packed <= ends[place]:
+                    saved[place].append(number)
+                    break
         return BlockCalls(
             path=self.trace.modules[index].path or self.trace.modules[index].class_name,
             module=index,

@@ -68,6 +68,7 @@ class CallRules:
         self.step = step
         self.names = tuple(names)
         self._is_counted = [name not in UNCOUNTED_OPS for name in names]
+        self._counted: dict[tuple[int, int], list[int]] = {}
         self._writers: dict[int, list[int]] = {}
         for number, op in enumerate(step.ops):
             for written in op.writes:
@@ -84,7 +85,10 @@ class CallRules:
 
     def counted_ops(self, call: ModuleCall) -> list[int]:
         """Returns the operations of a call in the numbering that selective checkpointing uses."""
-        return [op for op in range(call.start, call.end) if self._is_counted[self.step.ops[op].name]]
+        key = call.start, call.end
+        if key not in self._counted:
+            self._counted[key] = [op for op in range(*key) if self._is_counted[self.step.ops[op].name]]
+        return self._counted[key]
 
     def recomputed_ops(self, call: ModuleCall, saved: Sequence[int], treatment: Treatment) -> list[int]:
         """Returns the operations of a call that run again: up to the last one backward needs, without the kept ones."""

@@ -47,10 +47,14 @@ def live_curve(storages: Iterable[Storage], num_ops: int, *, device: str | None 
         device: count only storages of this device type, e.g. "cuda"; None counts all.
     """
     change = np.zeros(num_ops + 1, dtype=np.int64)
+    is_counted: dict[str, bool] = {}
     for storage in storages:
-        if device is not None and storage.device_type != device:
+        if storage.device not in is_counted:
+            is_counted[storage.device] = device in (None, storage.device_type)
+        if not is_counted[storage.device]:
             continue
-        begin, end = max(storage.birth, 0), min(storage.death, num_ops)
+        begin = storage.birth if storage.birth > 0 else 0
+        end = storage.death if storage.death < num_ops else num_ops
         if begin < end:
             change[begin] += storage.nbytes
             change[end] -= storage.nbytes

@@ -16,6 +16,7 @@ from memwall.predict.cuda.translate import not_modelled
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice, advise
 from memwall.predict.cuda_allocator.allocator_events import EventTrace, events_of_steps
 from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, parse_settings
+from memwall.predict.cuda_allocator.event_replay import Figures, replay
 from memwall.predict.cuda_allocator.step_peaks import NUM_STEADY, event_peaks
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.curve import live_peak_bytes
@@ -87,20 +88,16 @@ class DeviceModel(Process):
         self._convolution_bytes = convolution_bytes(trace)
         self._known: dict[int, tuple[Step, EventTrace]] = {}
         """Requests of the last few steps to the allocator, by the identity of the storages that decide them."""
-        self._untreated: dict[int, Resident] = {}
-        """Their forecasts, in the same way."""
+        self._figures: dict[int, Figures] = {}
+        """What the allocator does with them under torch's default settings, in the same way."""
 
     def free(self, step: Step) -> Resident:
         return self.untreated(step)
 
     def untreated(self, step: Step) -> Resident:
         """Forecasts the step with the allocator's caching, from the first step on."""
-        events, key = self._events(step), id(step.storages)
-        if key not in self._untreated:
-            peaks = event_peaks(events, self.profile)
-            reserved = None if peaks is None else max(peak.reserved_bytes for peak in peaks)
-            self._untreated[key] = self.bare(step) if reserved is None else self._resident(reserved)
-        return self._untreated[key]
+        figures = self._default_figures(step)
+        return self.bare(step) if figures.is_out_of_memory else self._resident(figures.reserved_peak_bytes)
 
     def treated(self, step: Step, limit_bytes: int) -> Resident:
         """Forecasts the same; under `allocator_advice` if only that keeps to the limit, or it frees a notable share."""
@@ -132,10 +129,23 @@ class DeviceModel(Process):
 
     @cached_property
     def allocator_advice(self) -> AllocatorAdvice:
-        events = self._events(steady_step(self._trace))
+        steady = steady_step(self._trace)
+        events = self._events(steady)
         # Nobody empties the cache for a plan: its settings are the best ones without.
         events = msgspec.structs.replace(events, boundaries=())
-        return advise(events, self.profile.version, total_bytes=self._hardware.usable_bytes)
+        return advise(
+            events,
+            self.profile.version,
+            total_bytes=self._hardware.usable_bytes,
+            default_figures=self._default_figures(steady),
+        )
+
+    def _default_figures(self, step: Step) -> Figures:
+        """Returns what the allocator does under torch's default settings, with memory without end."""
+        events, key = self._events(step), id(step.storages)
+        if key not in self._figures:
+            self._figures[key] = replay(events, AllocatorSettings(), self.profile)
+        return self._figures[key]
 
     def _events(self, step: Step) -> EventTrace:
         """Returns the requests of a first step and of steady ones after it."""
@@ -145,8 +155,8 @@ class DeviceModel(Process):
             if len(self._known) == _NUM_KNOWN:
                 oldest = next(iter(self._known))
                 del self._known[oldest]
-                self._untreated.pop(oldest, None)
-            self._untreated.pop(key, None)
+                self._figures.pop(oldest, None)
+            self._figures.pop(key, None)
             self._known[key] = known = step, events_of_steps((as_first(step), step), num_repeats=NUM_STEADY)
         return known[1]
 

@@ -5,8 +5,8 @@ before it; so they sort as they run. What the trace says to end before operation
 begins when backward asks for a block's first tensor, and by then the operations before have let go of theirs.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -28,18 +28,15 @@ class Life(NamedTuple):
 
 def rebuilt(step: Step, insertions: Sequence[tuple[int, list[int]]], lives: Sequence[Life]) -> Step:
     """Renumbers a step's time after inserting operations before others."""
-    at = [op for op, _ in insertions]
-    shifts = [0]
-    for _, ops in insertions:
-        shifts.append(shifts[-1] + len(ops))
+    moved_to = _moved_to(len(step.ops), insertions)
 
     def place(time: Time) -> int:
         op, position = time
         if op < 0:
             return -1
-        if position == LAST:
-            return op + shifts[bisect_left(at, op + 1)]
-        return op + shifts[bisect_left(at, op)] + position
+        if op >= len(step.ops):
+            return op + moved_to[-1] - len(step.ops) - 1 + (0 if position == LAST else position)
+        return moved_to[op + 1] - 1 if position == LAST else moved_to[op] + position
 
     new_ops = []
     inserted: dict[int, list[int]] = {}
@@ -95,3 +92,11 @@ def rebuilt(step: Step, insertions: Sequence[tuple[int, list[int]]], lives: Sequ
     return msgspec.structs.replace(
         step, ops=tuple(new_ops), storages=tuple(storages), saved=saved, calls=calls, marks=marks, process_peak_bytes=0
     )
+
+
+def _moved_to(num_ops: int, insertions: Sequence[tuple[int, list[int]]]) -> list[int]:
+    """Returns where what runs before each operation, and before the end, begins: that many operations precede it."""
+    added = [0] * (num_ops + 2)
+    for op, ops in insertions:
+        added[op + 1] += len(ops)
+    return [op + shift for op, shift in enumerate(accumulate(added))]

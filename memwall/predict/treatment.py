@@ -7,6 +7,7 @@ storages before backward, reloaded ones. Recomputed operations are inserted befo
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from memwall.predict.call_rules import BlockCalls, CallRules, Moved, Treatment
@@ -119,19 +120,43 @@ class StepModel(CallRules):
     def lives(self, treatments: Mapping[str, Treatment]) -> list[Life]:
         """Returns every stay of every storage under the treatments (block path -> treatment), in no given order."""
         numbered = {b: treatments[block.path] for b, block in enumerate(self.blocks) if block.path in treatments}
-        return self._lives(numbered, range(len(self.step.storages)))
+        changes = self._changes(numbered)
+        stays = (self._stay(index, changes) for index in range(len(self.step.storages)))
+        return [life for life in stays if life is not None] + changes.come
 
     def changed_lives(self, block: int, treatment: Treatment) -> tuple[list[Life], list[Life]]:
         """Returns what treating one block alone changes: (lives of a plain step that go, lives that come instead)."""
-        touched: set[int] = set()
-        for c, call in enumerate(self.blocks[block].calls):
-            touched.update(self._born_in[block][c])
-            touched.update(call.inputs)
-            touched.update(self.step.saved[s].storage for s in self.blocks[block].saved[c])
-        order = sorted(touched | {self._held_over[index] for index in touched & self._held_over.keys()})
-        return self._lives({}, order), self._lives({block: treatment}, order)
+        changes = self._changes({block: treatment})
+        gone: list[Life] = []
+        come: list[Life] = []
+        for index, plain in self._plain_lives[block].items():
+            life = self._stay(index, changes)
+            if life != plain:
+                gone.extend(() if plain is None else (plain,))
+                come.extend(() if life is None else (life,))
+        return gone, come + changes.come
 
-    def _lives(self, treatments: Mapping[int, Treatment], which: Sequence[int]) -> list[Life]:
+    @cached_property
+    def touched(self) -> frozenset[int]:
+        """Returns the storages whose lives treatments may change."""
+        return frozenset(index for lives in self._plain_lives for index in lives)
+
+    @cached_property
+    def _plain_lives(self) -> list[dict[int, Life | None]]:
+        """Returns for each block the lives, in a plain step, of what a treatment of it may change."""
+        found: list[dict[int, Life | None]] = []
+        nothing = _Changes()
+        for b, block in enumerate(self.blocks):
+            touched: set[int] = set()
+            for c, call in enumerate(block.calls):
+                touched.update(self._born_in[b][c])
+                touched.update(call.inputs)
+                touched.update(self.step.saved[s].storage for s in block.saved[c])
+            order = sorted(touched | {self._held_over[index] for index in touched & self._held_over.keys()})
+            found.append({index: self._stay(index, nothing) for index in order})
+        return found
+
+    def _changes(self, treatments: Mapping[int, Treatment]) -> _Changes:
         changes = _Changes()
         for b, treatment in treatments.items():
             for c, call in enumerate(self.blocks[b].calls):
@@ -146,21 +171,24 @@ class StepModel(CallRules):
         changes.pass_window(max((one.window_bytes for one in treatments.values() if one.offload), default=0))
         for index, needs in changes.reloads.items():
             come.extend(_reloaded(self.step.storages[index], index, needs))
-        lives = []
-        for index in which:
-            storage = self.step.storages[index]
-            of = storage.held_over
-            if of >= 0 and of not in changes.held_until and changes.taken.issuperset(self._saves_of[of]):
-                continue  # nor does the graph of the step before hold it
-            # What its own operation frees is gone after what runs again before that operation, not ahead of it.
-            end: Time = (storage.death, LAST if storage.death == storage.birth else 0)
-            saves = self._saves_of.get(index, ())
-            if any(s in changes.taken for s in saves):
-                left = [self.step.saved[s].released for s in saves if s not in changes.taken]
-                end = (max([storage.dropped, *left]), 0)
-            end = max(end, changes.held_until.get(index, end))
-            lives.append(Life(index, storage.nbytes, (storage.birth, LAST), end))
-        return lives + come
+        return changes
+
+    def _stay(self, index: int, changes: _Changes) -> Life | None:
+        """Returns the stay of a storage from its birth on; None where nothing holds it any more."""
+        storage = self.step.storages[index]
+        of = storage.held_over
+        if of >= 0 and of not in changes.held_until and changes.taken.issuperset(self._saves_of[of]):
+            return None  # nor does the graph of the step before hold it
+        # What its own operation frees is gone after what runs again before that operation, not ahead of it.
+        end: Time = (storage.death, LAST if storage.death == storage.birth else 0)
+        saves = self._saves_of.get(index)
+        if saves is not None and not changes.taken.isdisjoint(saves):
+            left = [self.step.saved[s].released for s in saves if s not in changes.taken]
+            end = (max([storage.dropped, *left]), 0)
+        held_until = changes.held_until.get(index)
+        if held_until is not None and held_until > end:
+            end = held_until
+        return Life(index, storage.nbytes, (storage.birth, LAST), end)
 
     def _recompute(self, b: int, c: int, treatment: Treatment, changes: _Changes) -> None:
         block, call, step = self.blocks[b], self.blocks[b].calls[c], self.step

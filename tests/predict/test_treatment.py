@@ -27,6 +27,7 @@ from memwall.planning.action import Action
 from memwall.planning.block_problem import build_instance, build_menus
 from memwall.planning.blocks import find_blocks
 from memwall.planning.menu import Costs, Menu
+from memwall.planning.one_recording.step_rows import StepRows
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import Instance, Link
 from memwall.planning.solver.solve import smallest_feasible_bytes, solve
@@ -290,6 +291,15 @@ def test_the_rows_the_solver_sees_agree_with_the_treated_step(name: str) -> None
         peak_bytes = plain.predicted_bytes(plain.treatments(options))
         rows_bytes = evaluate(plain.instance, options).peak_bytes
         assert 0.98 * peak_bytes <= rows_bytes <= 1.15 * peak_bytes, label
+
+
+@pytest.mark.parametrize("name", ALL_MODELS)
+def test_no_treatment_holds_less_than_what_none_changes(name: str) -> None:
+    _, plain = plain_run(name)
+    least_bytes = StepRows(plain.model, "cpu").untouchable_bytes
+    assert least_bytes > 0
+    for label, options in choices(plain).items():
+        assert least_bytes <= plain.predicted_bytes(plain.treatments(options)), label
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "moe"])

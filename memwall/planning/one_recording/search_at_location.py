@@ -160,6 +160,9 @@ class SearchAtLocation:
 
     def _best_for(self, batch: _Batch, limit_bytes: int, at_most: float) -> Candidate | None:
         """Returns the cheapest candidate for a micro-batch, unless it is known to cost `at_most` seconds or more."""
+        room_bytes = limit_bytes - self._process.base_bytes
+        if self._trace.device == "cuda" and batch.rows.untouchable_bytes > room_bytes:
+            return None
         # What passes through memory beside malloc is in no forecast of it: then the heap is held to a limit.
         if not self._location.keeps_tier_busy:
             plain = self._process.untreated(batch.model.step)
@@ -167,7 +170,7 @@ class SearchAtLocation:
             # Nor is an evaluation held to anything where nothing is applied.
             most_bytes = max(plain.process_bytes, self._evaluated_bytes)
             if self._process.fits_untouched(most_bytes, budget_bytes=budget_bytes, limit_bytes=limit_bytes):
-                return self._found(batch, {}, plain, None, 0)
+                return self._found(batch, batch.model.step, plain, None, 0)
         best: Candidate | None = None
         for menus, instance in self._windows(batch):
             found = self._solve_for(batch, menus, instance, limit_bytes, at_most)
@@ -195,8 +198,7 @@ class SearchAtLocation:
         )
         for live_bytes in limits:
             below_seconds = min(at_most - least_seconds, math.inf if best is None else best.extra_seconds)
-            at_limit = msgspec.structs.replace(instance, budget_bytes=live_bytes)
-            choice = solve(at_limit, below_seconds=below_seconds, is_outline=self._is_outline)
+            choice = solve(instance.within(live_bytes), below_seconds=below_seconds, is_outline=self._is_outline)
             if choice is None or (best is not None and choice.extra_seconds >= best.extra_seconds):
                 break  # fewer live bytes are harder still, and cost more
             if choice.extra_seconds + least_seconds >= at_most:
@@ -214,7 +216,7 @@ class SearchAtLocation:
                 # It could do with less, but is held to the budget alone: up to that it keeps what it has.
                 most_bytes = self._settings.budget_bytes - self._location.grown_bytes - window_bytes
                 resident = self._resident(step, most_bytes, fills=True)
-            found = self._found(batch, treatments, resident, (menus, choice), window_bytes)
+            found = self._found(batch, step, resident, (menus, choice), window_bytes)
             if best is None or found.extra_seconds < best.extra_seconds:
                 best = found
         return best
@@ -266,12 +268,11 @@ class SearchAtLocation:
     def _found(
         self,
         batch: _Batch,
-        treatments: dict[str, Treatment],
+        step: Step,
         resident: Resident,
         solved: tuple[Sequence[Menu], Choice] | None,
         window_bytes: int,
     ) -> Candidate:
-        step = batch.model.treated(treatments) if treatments else batch.model.step
         standing = sorted(self._settings.standing, key=lambda action: technique_of(action).order)
         actions = [*self._location.actions, *standing, *batch.actions]
         split_seconds = batch.split_seconds
@@ -311,7 +312,7 @@ class SearchAtLocation:
         leanest = lowest_peak(instance)
         verdict = evaluate(instance, leanest)
         # Where the program runs into its time limit, it may not find again what it has found here.
-        choice = solve(msgspec.structs.replace(instance, budget_bytes=verdict.peak_bytes))
+        choice = solve(instance.within(verdict.peak_bytes))
         choice = choice or Choice(leanest, verdict.extra_seconds, 0.0)
         treatments, beside_bytes = self._treatments(menus, choice)
         step = batch.model.treated(treatments)

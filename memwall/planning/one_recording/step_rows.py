@@ -40,6 +40,13 @@ class StepRows:
         """Returns the column of a block that keeps everything."""
         return np.zeros(len(self._stretches[0]), dtype=np.int64)
 
+    @cached_property
+    def untouchable_bytes(self) -> int:
+        """Returns the most bytes that the step holds of what no treatment of any block changes."""
+        touched = self._model.touched
+        kept = (storage for index, storage in enumerate(self._model.step.storages) if index not in touched)
+        return int(live_curve(kept, len(self._model.step.ops), device=self._device).max())
+
     def column(self, block: int, treatment: Treatment) -> Int64s:
         """Returns the bytes that a treatment of one block adds to each row."""
         return self._change(block, treatment)[0]

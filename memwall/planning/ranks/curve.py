@@ -44,34 +44,47 @@ def _point(
     trace = units.trace
     samples = trace.micro_batch * trace.num_micro_batches * num_ranks
     tokens = workload_facts(trace).tokens_per_sample
+    every = (OneKind(kind, units, settings, network) for kind in KINDS)
+    open_kinds = [one for one in every if not one.why_not and not one.changes_numerics]
     best: CurvePoint | None = None
     least_bytes = 0
-    for one in (OneKind(kind, units, settings, network) for kind in KINDS):
-        if one.why_not or one.changes_numerics:
-            continue
+
+    def look(one: OneKind, *, is_recomputed: bool) -> bool:
+        """Notes what a kind needs, and what it takes if that is best; returns whether it fits."""
+        nonlocal best, least_bytes
+        step, added = one.recomputed() if is_recomputed else (one.cost.step, 0.0)
+        process_bytes = one.outlined_bytes(step, reserved_share)
+        least_bytes = min(least_bytes or process_bytes, process_bytes)
+        seconds = step_seconds(one.cost.step) + added + one.cost.exposed_seconds
+        fits = one.fits_in_budget(process_bytes)
+        per_second = samples / seconds if seconds else 0.0  # a trace without seconds has none to add
+        if fits and (best is None or seconds < (best.step_seconds or 0.0)):
+            best = CurvePoint(
+                num_ranks=num_ranks,
+                words=one.kind.words,
+                process_bytes=process_bytes,
+                step_seconds=seconds,
+                samples_per_second=per_second or None,
+                tokens_per_second=None if tokens is None else per_second * tokens,
+                is_recomputed=is_recomputed,
+            )
+        return fits
+
+    too_large: list[OneKind] = []
+    for one in sorted(open_kinds, key=lambda each: each.least_seconds):
         if best is not None and one.least_seconds >= (best.step_seconds or 0.0):
+            break
+        if look(one, is_recomputed=False):
             continue
-        for is_recomputed in (False, True):
-            # Whatever is recomputed, what stands is there: most ways to divide a model need no closer look.
-            standing_bytes = one.standing_bytes(reserved_share)
-            if is_recomputed and standing_bytes >= least_bytes and not one.fits_in_budget(standing_bytes):
-                break
-            step, added = one.recomputed() if is_recomputed else (one.cost.step, 0.0)
-            process_bytes = one.outlined_bytes(step, reserved_share)
-            least_bytes = min(least_bytes or process_bytes, process_bytes)
-            seconds = step_seconds(one.cost.step) + added + one.cost.exposed_seconds
-            fits = one.fits_in_budget(process_bytes)
-            per_second = samples / seconds if seconds else 0.0  # a trace without seconds has none to add
-            if fits and (best is None or seconds < (best.step_seconds or 0.0)):
-                best = CurvePoint(
-                    num_ranks=num_ranks,
-                    words=one.kind.words,
-                    process_bytes=process_bytes,
-                    step_seconds=seconds,
-                    samples_per_second=per_second or None,
-                    tokens_per_second=None if tokens is None else per_second * tokens,
-                    is_recomputed=is_recomputed,
-                )
-            if fits:
-                break
-    return best or CurvePoint(num_ranks=num_ranks, words="", process_bytes=least_bytes)
+        if one.fits_in_budget(one.standing_bytes(reserved_share)):
+            look(one, is_recomputed=True)
+        else:
+            too_large.append(one)
+    if best is not None:
+        return best
+    # Whatever is recomputed, what stands is there: most ways to divide a model need no closer look.
+    for one in sorted(too_large, key=lambda each: each.standing_bytes(reserved_share)):
+        if one.standing_bytes(reserved_share) >= least_bytes:
+            break
+        look(one, is_recomputed=True)
+    return CurvePoint(num_ranks=num_ranks, words="", process_bytes=least_bytes)

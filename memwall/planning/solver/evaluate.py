@@ -21,9 +21,9 @@ How the link is timed, conservatively where the executor is free to do better:
 """
 
 from collections.abc import Iterable, Sequence
-from operator import getitem
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import Struct
 
 from memwall.planning.solver.instance import Instance, Link, Option
@@ -55,8 +55,10 @@ class Price(NamedTuple):
 def evaluate(instance: Instance, options: Sequence[int]) -> Evaluation:
     """Returns what choosing `options` (one index per block, in block order) does."""
     price = price_of(instance, options)
-    held_bytes = (row.fixed_bytes + sum(map(getitem, row.held, options)) for row in instance.rows)
-    peak_bytes = max(held_bytes, default=0)
+    peak_bytes = 0
+    if instance.rows:
+        chosen = instance.offsets + np.asarray(options, dtype=np.intp)
+        peak_bytes = int((instance.fixed_bytes + instance.held[:, chosen].sum(axis=1)).max())
     room_bytes = instance.link.capacity_bytes if instance.link else 0
     return Evaluation(
         peak_bytes=peak_bytes,

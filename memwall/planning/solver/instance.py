@@ -3,9 +3,15 @@
 Built from a trace by `planning.block_problem`, solved by `milp` beside this file; all in integer bytes.
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
 
 
 class Option(Struct, frozen=True, kw_only=True):
@@ -50,7 +56,7 @@ class Link(Struct, frozen=True, kw_only=True):
     """Room on the tier for everything moved."""
 
 
-class Instance(Struct, frozen=True, kw_only=True):
+class Instance(Struct, frozen=True, kw_only=True, dict=True):
     """Asks for one option per block, least seconds, every row within the budget."""
 
     blocks: tuple[BlockOptions, ...]
@@ -58,6 +64,30 @@ class Instance(Struct, frozen=True, kw_only=True):
     budget_bytes: int
     link: Link | None
     """None: options that move bytes must not be chosen."""
+
+    def within(self, budget_bytes: int) -> "Instance":
+        """Returns the same with another budget; what follows from the rows is not worked out again."""
+        other = replace(self, budget_bytes=budget_bytes)
+        other.__dict__.update(self.__dict__)
+        return other
+
+    @cached_property
+    def offsets(self) -> NDArray[np.intp]:
+        """Returns where each block's options begin among those of all blocks."""
+        counts = [len(block.options) for block in self.blocks]
+        return np.cumsum([0, *counts[:-1]], dtype=np.intp)[: len(counts)]
+
+    @cached_property
+    def held(self) -> Int64s:
+        """Returns the bytes [rows, options of all blocks] of `Row.held`."""
+        num_options = sum(len(block.options) for block in self.blocks)
+        flat = [size for row in self.rows for sizes in row.held for size in sizes]
+        return np.array(flat, dtype=np.int64).reshape(len(self.rows), num_options)
+
+    @cached_property
+    def fixed_bytes(self) -> Int64s:
+        """Returns the fixed bytes of each row."""
+        return np.array([row.fixed_bytes for row in self.rows], dtype=np.int64)
 
 
 class Choice(NamedTuple):

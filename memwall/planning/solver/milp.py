@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from memwall.planning.solver.evaluate import cheapest, evaluate
-from memwall.planning.solver.instance import Choice, Instance
+from memwall.planning.solver.instance import Choice, Instance, Int64s
 from memwall.planning.solver.quiet_streams import nothing_printed
 from memwall.planning.solver.rounding import rounded
 
@@ -113,7 +113,7 @@ def milp_lowest_peak(instance: Instance, *, start: tuple[int, ...]) -> tuple[int
         return start
     gap = _GAP_SHARE_OF_PEAK * evaluate(instance, start).peak_bytes / program.unit_bytes
     found = _run(program, start=start, absolute_gap=gap).options
-    anything = replace(instance, budget_bytes=_largest_bytes(instance))
+    anything = instance.within(_largest_bytes(instance))
     return found if found and evaluate(anything, found).fits else start
 
 
@@ -141,8 +141,10 @@ class _Program:
         self.num_binaries = len(self.costs)
         for offset, block in zip(self.offsets, instance.blocks, strict=True):
             self.add_row([(offset + o, 1.0) for o in range(len(block.options))], 1.0, 1.0)
-        moved = [(x, block.options[o].moved_bytes) for i, block in enumerate(instance.blocks) for x, o in self.each(i)]
-        self.add_bytes_row([(x, size) for x, size in moved if size], room_bytes)
+        self.allowed = np.array([x for i in range(len(self.offsets)) for x, _ in self.each(i)], dtype=np.intp)
+        moved = [option.moved_bytes for block in instance.blocks for option in block.options]
+        sizes = np.array(moved, dtype=np.int64)[self.allowed]
+        self.add_bytes_row(self.allowed[sizes > 0], sizes[sizes > 0], room_bytes)
 
     def each(self, block: int) -> Iterator[tuple[int, int]]:
         """Yields (column, option) of the options of a block that may be chosen."""
@@ -160,40 +162,48 @@ class _Program:
         self.values.extend(value for _, value in terms)
         self.row_starts.append(len(self.columns))
 
-    def add_bytes_row(self, terms: Sequence[tuple[int, int]], room_bytes: int) -> None:
+    def add_bytes_row(self, columns: NDArray[np.intp], sizes: Int64s, room_bytes: int) -> None:
         """Adds sum of non-negative integers <= room, divided by their common divisor and scaled to what floats keep."""
-        for column, size in terms:
-            if size > room_bytes:
-                self.uppers[column] = 0.0
-        terms = [(column, size) for column, size in terms if size <= room_bytes]
-        if room_bytes >= sum(size for _, size in terms):
+        for column in columns[sizes > room_bytes]:
+            self.uppers[column] = 0.0
+        columns, sizes = columns[sizes <= room_bytes], sizes[sizes <= room_bytes]
+        if room_bytes >= int(sizes.sum()):
             return
-        divisor = math.gcd(*(size for _, size in terms))
+        divisor = int(np.gcd.reduce(sizes))
         room = room_bytes // divisor
         scale = max(1.0, 2.0 ** math.ceil(math.log2(max(1, room) / _ROW_SCALE)))
-        self.add_row([(column, size / divisor / scale) for column, size in terms], -math.inf, room / scale)
+        self.add_terms(columns, sizes / divisor / scale, -math.inf, room / scale)
+
+    def add_terms(self, columns: NDArray[np.intp], values: NDArray[np.float64], lower: float, upper: float) -> None:
+        self.row_lowers.append(lower)
+        self.row_uppers.append(upper)
+        self.columns.extend(columns.tolist())
+        self.values.extend(values.tolist())
+        self.row_starts.append(len(self.columns))
 
 
-def _row_terms(program: _Program, held: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int]], int]:
-    """Returns a row as bytes above each block's least option, and the sum of those leasts: smaller numbers."""
-    terms: list[tuple[int, int]] = []
-    least_bytes = 0
-    for i, sizes in enumerate(held):
-        least = min(sizes[o] for o in program.may[i])
-        least_bytes += least
-        terms.extend((x, sizes[o] - least) for x, o in program.each(i) if sizes[o] > least)
-    return terms, least_bytes
+def _row_terms(program: _Program, instance: Instance) -> tuple[Int64s, Int64s]:
+    """Returns bytes above each block's least option [rows, allowed columns], and the sums of those leasts [rows].
+
+    Of what is not allowed nothing is told. Smaller numbers are what a solver does better with.
+    """
+    held = instance.held[:, program.allowed]
+    counts = [len(options) for options in program.may]
+    begins = np.cumsum([0, *counts[:-1]], dtype=np.intp)
+    least = np.minimum.reduceat(held, begins, axis=1)
+    return held - np.repeat(least, counts, axis=1), least.sum(axis=1)
 
 
 def _seconds_program(instance: Instance, unit_seconds: float) -> _Program | None:
     """Asks for least seconds, in `unit_seconds`; None where a row is over the budget whatever is chosen."""
     program = _Program(instance)
-    for row in instance.rows:
-        terms, least_bytes = _row_terms(program, row.held)
-        left_bytes = instance.budget_bytes - row.fixed_bytes - least_bytes
-        if left_bytes < 0:
+    if instance.rows:
+        above, least_bytes = _row_terms(program, instance)
+        left_bytes = instance.budget_bytes - instance.fixed_bytes - least_bytes
+        if (left_bytes < 0).any():
             return None
-        program.add_bytes_row(terms, left_bytes)
+        for sizes, room_bytes in zip(above, left_bytes.tolist(), strict=True):
+            program.add_bytes_row(program.allowed[sizes > 0], sizes[sizes > 0], room_bytes)
     most_moved = sum(
         max(block.options[o].moved_bytes for o in program.may[i]) for i, block in enumerate(instance.blocks)
     )
@@ -259,25 +269,26 @@ def _add_reads(program: _Program, instance: Instance, unit_seconds: float) -> No
 
 def _peak_program(instance: Instance) -> _Program | None:
     """Asks for the least peak, which is the last column, in units that keep it near a few thousand."""
-    program = _Program(instance)
-    rows = [(*_row_terms(program, row.held), row.fixed_bytes) for row in instance.rows]
-    if not rows:
+    if not instance.rows:
         return None
+    program = _Program(instance)
+    above, least_bytes = _row_terms(program, instance)
     program.unit_bytes = max(1, _largest_bytes(instance) // (1 << 20))
-    floor_bytes = max(least + fixed for _, least, fixed in rows)
+    floors = least_bytes + instance.fixed_bytes
+    lowers = (floors - floors.max()) / program.unit_bytes
     peak = program.add_column(1.0, math.inf)
-    for terms, least, fixed in rows:
-        scaled = [(x, -size / program.unit_bytes) for x, size in terms]
-        program.add_row([(peak, 1.0), *scaled], (least + fixed - floor_bytes) / program.unit_bytes, math.inf)
+    for sizes, lower in zip(above, lowers.tolist(), strict=True):
+        columns = np.append(peak, program.allowed[sizes > 0])
+        program.add_terms(columns, np.append(1.0, -sizes[sizes > 0] / program.unit_bytes), lower, math.inf)
     return program
 
 
 def _largest_bytes(instance: Instance) -> int:
     """Returns a peak that no choice exceeds."""
-    return max(
-        (row.fixed_bytes + sum(max(sizes) for sizes in row.held) for row in instance.rows),
-        default=0,
-    )
+    if not instance.rows:
+        return 0
+    most = np.maximum.reduceat(instance.held, instance.offsets, axis=1).sum(axis=1)
+    return int((instance.fixed_bytes + most).max())
 
 
 class _Found(NamedTuple):

@@ -66,7 +66,13 @@ class AllocatorAdvice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.default_reserved_bytes - self.reserved_bytes
 
 
-def advise(trace: EventTrace, torch_version: str, *, total_bytes: int | None = None) -> AllocatorAdvice:
+def advise(
+    trace: EventTrace,
+    torch_version: str,
+    *,
+    total_bytes: int | None = None,
+    default_figures: Figures | None = None,
+) -> AllocatorAdvice:
     """Searches the settings for a run, with expandable segments and for runs that may not use them.
 
     The device's memory does not bound the replays: what reserves least without retries needs none on a smaller device
@@ -74,17 +80,24 @@ def advise(trace: EventTrace, torch_version: str, *, total_bytes: int | None = N
 
     Args:
         total_bytes: the device's whole memory.
+        default_figures: those of torch's defaults, where they are known already.
 
     Raises:
         UsageError: the torch version cannot be read.
     """
     profile, _ = profile_for(torch_version)
-    best = search_settings(trace, torch_version, total_bytes=total_bytes)
+    best = search_settings(trace, torch_version, total_bytes=total_bytes, default_figures=default_figures)
     guarded = best
     guards: tuple[str, ...] = ()
     if best.settings.expandable_segments and _is_notable(best):
         guards = EXPANDABLE_GUARDS
-        guarded = search_settings(trace, torch_version, total_bytes=total_bytes, no_expandable_because=_FORBIDDEN)
+        guarded = search_settings(
+            trace,
+            torch_version,
+            total_bytes=total_bytes,
+            no_expandable_because=_FORBIDDEN,
+            default_figures=best.default_figures,
+        )
     text, figures = _worth_setting(best)
     guarded_text, guarded_figures = _worth_setting(guarded)
     is_default = figures is best.default_figures

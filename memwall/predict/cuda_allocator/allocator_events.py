@@ -175,9 +175,9 @@ def _script(step: Step) -> tuple[list[int], list[tuple[int, int]]]:
     wanted: list[int] = []
     at_end: list[tuple[int, int]] = []
     """Frees the loss, which its loop holds until then: what is as large and stands in the next step is not it."""
+    elsewhere = {device for device in {storage.device for storage in step.storages} if not device.startswith("cuda")}
     for index, storage in enumerate(step.storages):
-        is_on_device = storage.device_type == "cuda"
-        if storage.nbytes <= 0 or storage.death < storage.birth or not is_on_device:
+        if storage.nbytes <= 0 or storage.death < storage.birth or storage.device in elsewhere:
             continue
         if storage.death == storage.birth:  # its operation frees it before it asks for anything else
             if 0 <= storage.birth < num_ops:

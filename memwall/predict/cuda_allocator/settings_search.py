@@ -87,9 +87,10 @@ class _Search:
         *,
         abort_above_bytes: int | None = None,
         addresses: Iterator[int] | None = None,
+        known: Figures | None = None,
     ) -> _Candidate:
         self.num_tried += 1
-        figures = replay(
+        figures = known or replay(
             self.trace,
             settings,
             self.profile,
@@ -121,6 +122,7 @@ def search_settings(
     capacity_bytes: int | None = None,
     total_bytes: int | None = None,
     no_expandable_because: str = "",
+    default_figures: Figures | None = None,
 ) -> AllocatorChoice:
     """Finds the settings with the least peak of reserved memory and no retries once warm, then the fewest device calls.
 
@@ -129,6 +131,7 @@ def search_settings(
         total_bytes: the device's whole memory, if `capacity_bytes` is less.
         no_expandable_because: why expandable segments are out of the question here, such as tensors that are shared
             over CUDA IPC, custom all-reduce or NCCL in captured graphs, or an affected ROCm device; "" if they are not.
+        default_figures: those of torch's defaults, where the same events were replayed on such a device already.
 
     Raises:
         UsageError: the torch version cannot be read.
@@ -136,7 +139,7 @@ def search_settings(
     profile, note = profile_for(torch_version)
     notes = [note] if note else []
     search = _Search(trace, profile, capacity_bytes, total_bytes)
-    default = search.run(AllocatorSettings())
+    default = search.run(AllocatorSettings(), known=default_figures)
     best = default
     if no_expandable_because:
         notes.append(f"expandable segments were not tried: {no_expandable_because}")

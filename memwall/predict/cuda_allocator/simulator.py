@@ -30,7 +30,10 @@ class CudaAllocator(AllocatorState):
 
     def malloc(self, request_bytes: int, stream: int = 0) -> Block | None:
         """Returns the block that a request of at least one byte gets; None if memory is out."""
-        size = self._rounded(request_bytes)
+        if self.has_divisions or request_bytes <= 0:
+            size = self._rounded(request_bytes)
+        else:
+            size = -(-request_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         if size >= MAX_REQUEST_BYTES:
             return None
         is_small = size <= SMALL_LIMIT_BYTES
@@ -96,7 +99,8 @@ class CudaAllocator(AllocatorState):
 
     def complete(self, block: Block) -> None:
         """Makes a block free that nothing uses any more: merges it with free neighbours and puts it back."""
-        self.pending.pop(block, None)
+        if self.pending:
+            self.pending.pop(block, None)
         home = block.home
         keys, blocks = home.keys, home.blocks
         is_by_number = self.is_by_number
@@ -141,9 +145,7 @@ class CudaAllocator(AllocatorState):
     def _rounded(self, request_bytes: int) -> int:
         if request_bytes <= 0:
             raise UsageError(f"a request of {request_bytes} bytes never reaches the allocator")
-        if self.has_divisions and request_bytes < MAX_REQUEST_BYTES:
-            return rounded_bytes(request_bytes, self.settings)
-        return -(-request_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        return request_bytes if request_bytes >= MAX_REQUEST_BYTES else rounded_bytes(request_bytes, self.settings)
 
     def _choose(self, home: FreeSet, index: int, size: int) -> int:
         """Returns where the search ends that found its first large enough block at `index`.

@@ -12,7 +12,9 @@ from torch import nn
 from memwall.machine.hardware import hardware_named
 from memwall.machine.node_links import link_named
 from memwall.planning.candidate import Candidate
+from memwall.planning.one_recording import search_at_location
 from memwall.planning.one_recording.recording_search import RecordingSearch
+from memwall.planning.ranks.curve import curve_over_ranks
 from memwall.planning.ranks.kinds import KINDS
 from memwall.planning.ranks.one_kind import OneKind
 from memwall.planning.ranks.rank_bytes import rank_bytes
@@ -21,6 +23,7 @@ from memwall.planning.settings import Settings
 from memwall.planning.techniques.accumulate import Accumulate
 from memwall.predict import device
 from memwall.predict.cuda.translate import recording_for, translated
+from memwall.predict.curve import live_peak_bytes
 from memwall.predict.roofline import Roofline
 from memwall.predict.sharding import units
 from memwall.predict.sharding.ddp import Ddp
@@ -248,3 +251,39 @@ def test_a_kind_that_is_never_chosen_is_planned_in_outline(monkeypatch: pytest.M
     for one in (*zeros, OneKind(Fsdp2(), found, settings(16 * GIB), network)):
         one.search()
     assert asked == [(True, True), (False, False)]
+
+
+def test_a_kind_that_stands_above_the_budget_is_not_solved_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN parameters, gradients and state beyond the budget WHEN plans are looked for THEN no menu is made."""
+    network = network_of(A100, num_ranks=8, num_ranks_per_node=8, link=None)
+    one = OneKind(Fsdp2(reshard="no"), TraceUnits(traced(4096)), settings(3 * GIB), network)
+    monkeypatch.setattr(search_at_location, "build_menus", Mock(side_effect=AssertionError))
+    one.search()
+    assert one.found is None
+
+
+@pytest.mark.parametrize("gibibytes", [2, 3, 5, 8])
+def test_the_curve_is_what_looking_at_every_kind_finds(gibibytes: int) -> None:
+    trace, asked = traced(16_384), settings(gibibytes * GIB)
+    found_units = TraceUnits(trace)
+    process = device.DeviceModel(trace, A100)
+    plain_bytes = process.reserved_bytes(process.untreated(found_units.steady).process_bytes)
+    share = plain_bytes / live_peak_bytes(found_units.steady, "cuda")
+    points = curve_over_ranks(found_units, asked, num_ranks_per_node=8, link=None)
+    assert [point.num_ranks for point in points] == [1, 2, 4, 8]
+    for point in points:
+        network = network_of(A100, num_ranks=point.num_ranks, num_ranks_per_node=8, link=None)
+        every = [OneKind(kind, found_units, asked, network) for kind in KINDS]
+        outlined = []
+        for one in every:
+            if not one.why_not and not one.changes_numerics:
+                treated, added = one.recomputed()
+                for step, seconds in ((one.cost.step, 0.0), (treated, added)):
+                    nbytes = one.outlined_bytes(step, share)
+                    outlined.append((one.fits_in_budget(nbytes), one.least_seconds + seconds, nbytes, one.kind.words))
+        fitting = [each for each in outlined if each[0]]
+        if fitting:
+            assert point.step_seconds == pytest.approx(min(each[1] for each in fitting))
+            assert point.words in [each[3] for each in fitting if each[1] == pytest.approx(point.step_seconds)]
+        else:
+            assert (point.words, point.process_bytes) == ("", min(each[2] for each in outlined))

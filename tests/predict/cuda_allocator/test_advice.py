@@ -1,9 +1,11 @@
 """What to set the allocator to: one complete string, beside the default and the bound, and who may not use it."""
 
 import random
+from typing import Any
 
 import pytest
 
+from memwall.predict.cuda_allocator import settings_search
 from memwall.predict.cuda_allocator.advice import EXPANDABLE_GUARDS, advise, setting_lines
 from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, Event, EventTrace, live_peak_bytes
 from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings, parse_settings
@@ -82,3 +84,16 @@ def test_it_says_for_which_releases(version: str, expected: str) -> None:
 def test_both_variables_are_set() -> None:
     text = "expandable_segments:True"
     assert setting_lines(text) == f"PYTORCH_ALLOC_CONF={text} PYTORCH_CUDA_ALLOC_CONF={text}"
+
+
+def test_default_settings_are_replayed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a run that gains by segments which expand WHEN other runs are advised as well THEN both compare with it."""
+    tried: list[AllocatorSettings] = []
+
+    def counted(trace: EventTrace, settings: AllocatorSettings, *args: Any, **kwargs: Any) -> Figures:
+        tried.append(settings)
+        return replay(trace, settings, *args, **kwargs)
+
+    monkeypatch.setattr(settings_search, "replay", counted)
+    assert advise(varying_steps(), "2.13.0").guards
+    assert tried.count(AllocatorSettings()) == 1
