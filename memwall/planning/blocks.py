@@ -1,11 +1,14 @@
 """Finds the blocks of a model in its trace: the sub-modules that are kept, recomputed or moved as one.
 
 Repeated classes in lists and sequences come first (transformer layers, ResNet stages); what they leave uncovered is
-divided by size. Everything is read from the trace, so the model itself is not needed.
+divided by size, a large sequence of single layers into runs of them. Everything is read from the trace, so the model
+itself is not needed.
 """
 
 from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
 
+from memwall.planning.layer_runs import LayerRun, layer_runs
 from memwall.predict.call_rules import BlockCalls
 from memwall.trace.records import ModuleCall, Step, Trace
 
@@ -49,9 +52,9 @@ class _Finder:
         self.total = max(self.saved_bytes[0], 1) if trace.modules else 1
 
     def find(self) -> tuple[BlockCalls, ...]:
-        chosen = [index for index in self._divide(0, is_root=True) if self._is_usable(index)]
+        chosen = [index for index in self._divide(0, is_root=True) if self._is_usable(index, self.calls.get(index, ()))]
         chosen.sort(key=lambda index: (self.calls[index][0].start, index))
-        return tuple(self._block(index) for index in chosen)
+        return tuple(block for index in chosen for block in self._blocks(index))
 
     def _divide(self, index: int, *, is_root: bool = False) -> list[int]:
         """Returns the blocks that stand for a module: itself, or a division of it."""
@@ -59,6 +62,8 @@ class _Finder:
         if self._saved_by_its_like(index) < _SMALL_SHARE * self.total:
             return []
         descendants = [child for child in self.children.get(index, []) if not self.trace.modules[child].is_leaf]
+        if self._runs(index):
+            return [index]
         must = is_root or not self.calls.get(index) or not module.is_wrappable
         if not must and self._is_repeated(index) and not self._has_repeated_cover(index):
             return [index]
@@ -105,8 +110,7 @@ class _Finder:
     def _contains(self, outer: int, inner: int) -> bool:
         return inner in self._below(outer)
 
-    def _is_usable(self, index: int) -> bool:
-        calls = self.calls.get(index, [])
+    def _is_usable(self, index: int, calls: Sequence[ModuleCall]) -> bool:
         return (
             bool(calls)
             and self.trace.modules[index].is_wrappable
@@ -114,9 +118,25 @@ class _Finder:
             and any(call.backward_start >= 0 for call in calls)
         )
 
-    def _block(self, index: int) -> BlockCalls:
-        members = self._below(index)
-        calls = self.calls[index]
+    def _blocks(self, index: int) -> Iterator[BlockCalls]:
+        """Yields a module as a block; of a large sequence of single layers its runs of layers."""
+        runs = self._runs(index)
+        for run in runs:
+            if self._is_usable(index, run.calls):
+                yield self._block(run.path, index, run.layers, run.calls)
+        if not runs:
+            path = self.trace.modules[index].path or self.trace.modules[index].class_name
+            yield self._block(path, index, self._below(index), self.calls[index])
+
+    def _runs(self, index: int) -> tuple[LayerRun, ...]:
+        """Returns the runs of layers that a large sequence is divided into; () where it is not."""
+        is_large = self.saved_bytes[index] > _LARGE_SHARE * self.total
+        if not is_large or not self.calls.get(index) or not self.trace.modules[index].is_wrappable:
+            return ()
+        layers = self.children.get(index, [])
+        return layer_runs(self.trace.modules, self.step, index, layers, calls=self.calls, saved_bytes=self.saved_bytes)
+
+    def _block(self, path: str, index: int, members: Collection[int], calls: Sequence[ModuleCall]) -> BlockCalls:
         saved: list[list[int]] = [[] for _ in calls]
         ends = [call.end for call in calls]
         is_in_order = ends == sorted(ends)  # else it calls itself
@@ -127,7 +147,7 @@ class _Finder:
                     saved[place].append(number)
                     break
         return BlockCalls(
-            path=self.trace.modules[index].path or self.trace.modules[index].class_name,
+            path=path,
             module=index,
             calls=tuple(calls),
             saved=tuple(tuple(numbers) for numbers in saved),

@@ -11,6 +11,8 @@ def block_ranges(paths: Sequence[str]) -> str:
 
     >>> block_ranges(["h.10", "h.0", "h.1", "h.2", "h.7", "head"])
     'h.0-2, h.7, h.10, head'
+    >>> block_ranges(["f.10:13", "f.6:9"])
+    'f.6:9, f.10:13'
     """
     runs: list[tuple[str, str, int, int]] = []
     for path in sorted(paths, key=_natural):
@@ -33,4 +35,6 @@ def _run_text(before: str, after: str, first: int, last: int) -> str:
 
 
 def _natural(path: str) -> tuple[tuple[int, int, str], ...]:
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in path.split("."))
+    # Of a run of layers, as "features.6:9", the first one counts.
+    firsts = (part.partition(":")[0] for part in path.split("."))
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in firsts)

@@ -57,8 +57,21 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     return routed.__wrapped__ if isinstance(routed, _Routed) else module.forward
 
 
-def wrap_forward(module: nn.Module, run: Callable[..., Any], name: str) -> Callable[[], None]:
+def own_forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Returns the forward that a module has without what is attached to it."""
+    forward = forward_of(module)
+    while isinstance(forward, _Forward):
+        forward = forward.__wrapped__
+    return forward
+
+
+def wrap_forward(
+    module: nn.Module, run: Callable[..., Any], name: str, *, is_innermost: bool = False
+) -> Callable[[], None]:
     """Puts a forward on this one module that calls `run(original, *args, **kwargs)`; copies have the original.
+
+    Args:
+        is_innermost: it lies within what is attached already, which goes on to see each call.
 
     Returns:
         What gives the module its forward back.
@@ -69,9 +82,12 @@ def wrap_forward(module: nn.Module, run: Callable[..., Any], name: str) -> Calla
     if compiled_form(module) == "in place":
         return CompiledCall.before(module).wrap(run, why=_purpose_of(run))
     own = vars(module).get("forward")
+    while is_innermost and isinstance(own, _Forward) and isinstance(own.__wrapped__, _Forward):
+        own = own.__wrapped__
     patches = Patches(_purpose_of(run))
     try:
-        if isinstance(own, _Routed):  # what is wrapped lies within the call, and has the hooks before it
+        # What is wrapped lies within a routed call, and has the hooks before it.
+        if isinstance(own, _Forward if is_innermost else _Routed):
             forward = _Forward(own.__wrapped__, run, was_own=own.was_own)
             forward.patch = patches.replace(own, "__wrapped__", forward)
         else:

@@ -40,9 +40,13 @@ FAST, SLOW = 1e12, 1e9
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+class Layers(nn.Sequential):
+    """A sequence whose layers are blocks each by itself: of a class that is derived no run is computed again."""
+
+
 def traced(hardware: Hardware, optimizer: Any, dtype: torch.dtype = torch.float32, num_rows: int = 8) -> Trace:
     workload = Workload(
-        model=lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(NUM_LAYERS))),
+        model=lambda: Layers(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(NUM_LAYERS))),
         batch=lambda: torch.ones(num_rows, WIDTH, dtype=dtype),
         loss=lambda model, batch: model(batch).sum(),
         optimizer=optimizer,

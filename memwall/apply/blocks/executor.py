@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memwall.apply.blocks.counts import BlockCounts
+from memwall.apply.blocks.sequences import DividedSequences
 from memwall.errors import ApplyError
 from memwall.planning.techniques.offload import LeavingForm
 from memwall.torch_internals.autograd import current_node, execution_is_transformed
@@ -94,7 +95,8 @@ class BlockExecutor:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], order: Sequence[str]) -> None:
-        self._modules, self._order = modules, tuple(order)
+        self._modules, self._order = dict(modules), tuple(order)
+        self._sequences = DividedSequences(modules)
         self._layers: dict[str, dict[int, BlockLayer]] = {}
         self._unwrap: list[Callable[[], None]] = []
         self._called: list[BlockCall] = []
@@ -115,6 +117,12 @@ class BlockExecutor:
         Raises:
             ApplyError: a block is missing, or cannot be wrapped.
         """
+        places = {path: place for place, path in enumerate(self._modules)}
+        for path in (*self._order, *self._layers):
+            run = self._sequences.run(path) if path not in self._modules else None
+            if run is not None:
+                self._modules[path] = run
+                places[path] = places[path.partition(":")[0]]
         missing = sorted(set(self._layers) - set(self._modules))
         if missing:
             raise ApplyError(
@@ -122,7 +130,7 @@ class BlockExecutor:
                 "make a plan for this model with `memwall plan` or run with --budget"
             )
         # An order made for another micro-batch may lack a block; each that has a layer must be wrapped.
-        named = [path for path in self._modules if path in self._layers]
+        named = sorted(self._layers, key=places.__getitem__)
         before: list[BlockLayer] = []
         try:
             for path in dict.fromkeys((*self._order, *named)):
@@ -130,6 +138,7 @@ class BlockExecutor:
                 if layers or any(layer.wraps_next for layer in before):
                     self._wrap(path, layers)
                 before = layers
+            self._unwrap += self._sequences.wrap()
         except BaseException:
             self.undo()
             raise
@@ -141,7 +150,8 @@ class BlockExecutor:
 
     def treats(self, module: nn.Module) -> bool:
         """Returns whether a module is one of the blocks that have layers."""
-        return any(self._modules[path] is module for path in self._layers)
+        is_block = any(self._modules[path] is module for path in self._layers)
+        return is_block or self._sequences.holds(module)
 
     def wrapped(self, path: str) -> tuple[nn.Module, BlockCounts]:
         """Returns a block that was wrapped, and what its wrapper counts."""

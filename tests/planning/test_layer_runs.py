@@ -1,0 +1,99 @@
+"""Long sequences of single layers are divided into runs of layers, which a plan treats as blocks."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from plain_cnn import Network, features
+from torch import nn
+
+from memwall.planning.blocks import find_blocks
+from memwall.predict.call_rules import BlockCalls, Treatment
+from memwall.predict.curve import live_peak_bytes
+from memwall.predict.treatment import StepModel
+from memwall.trace.records import Step, Trace
+from memwall.trace.trace_builder import record
+from memwall.trace.workload import Workload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def recorded(model: nn.Module) -> tuple[Trace, Step, tuple[BlockCalls, ...]]:
+    workload = Workload(
+        model=model,
+        batch=lambda: torch.ones(2, 3, 32, 32),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    trace = record(workload, num_steps=1)
+    return trace, trace.steps[0], find_blocks(trace, trace.steps[0])
+
+
+def paths(model: nn.Module) -> list[str]:
+    return [block.path for block in recorded(model)[2]]
+
+
+class Derived(nn.Sequential):
+    """Might call its layers otherwise."""
+
+
+def test_runs_follow_each_other_and_hold_every_layer_and_whatever_it_saves() -> None:
+    trace, step, blocks = recorded(Network())
+    runs = [block for block in blocks if block.path.startswith("features.")]
+    bounds = [block.path.removeprefix("features.").split(":") for block in runs]
+    assert len(runs) > 2
+    assert bounds[0][0] == "0"
+    assert all(int(before[-1]) + 1 == int(after[0]) for before, after in pairwise(bounds))
+    assert int(bounds[-1][-1]) == len(Network().features) - 1
+    inside = {
+        number for number, save in enumerate(step.saved) if trace.modules[save.module].path.startswith("features.")
+    }
+    assert sorted(number for block in runs for number in block.saved[0]) == sorted(inside)
+    ends = [call.end for block in runs for call in block.calls]
+    assert [call.start for block in runs[1:] for call in block.calls] == ends[:-1]
+
+
+def test_no_run_begins_with_a_layer_that_writes_to_what_it_is_called_with() -> None:
+    """GIVEN ReLUs in place WHEN runs are bounded THEN each begins before: else what it is called with is gone."""
+    layers = features(is_in_place=True)
+    for path in paths(Network(layers)):
+        first = path.partition(":")[0].rpartition(".")[2]
+        assert not (first.isdigit() and isinstance(layers[int(first)], nn.ReLU)), path
+
+
+def test_the_root_may_be_such_a_sequence() -> None:
+    assert any(":" in path for path in paths(nn.Sequential(*features())))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Network(Derived(*features())),
+        Network(nn.Sequential(*list(features())[:6])),
+        Network(nn.Sequential(*list(features())[:8], nn.Sequential(nn.BatchNorm2d(8), nn.ReLU()))),
+    ],
+    ids=["a class of its own", "few layers", "sequences within"],
+)
+def test_others_are_not_divided(model: nn.Module) -> None:
+    assert not any(":" in path for path in paths(model))
+
+
+def test_a_layer_that_is_called_twice_keeps_a_sequence_whole() -> None:
+    """GIVEN one ReLU for all places WHEN the sequence is looked at THEN its calls are not those of one place."""
+    relu = nn.ReLU()
+    layers = [relu if isinstance(layer, nn.ReLU) else layer for layer in features()]
+    assert not any(":" in path for path in paths(Network(nn.Sequential(*layers))))
+
+
+def test_runs_that_are_computed_again_make_the_step_smaller_than_the_whole_sequence_does() -> None:
+    def peak_bytes(model: nn.Module) -> tuple[int, int]:
+        trace, step, blocks = recorded(model)
+        treatments = {block.path: Treatment(recompute=True) for block in blocks if block.path.startswith("features")}
+        again = StepModel(step, trace.names, blocks).treated(treatments)
+        return live_peak_bytes(step, "cpu"), live_peak_bytes(again, "cpu")
+
+    plain_bytes, in_runs_bytes = peak_bytes(Network())
+    same_bytes, whole_bytes = peak_bytes(Network(Derived(*features())))
+    assert plain_bytes == same_bytes
+    assert whole_bytes >= plain_bytes
+    assert in_runs_bytes < plain_bytes * 4 / 5
