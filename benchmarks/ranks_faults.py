@@ -2,12 +2,17 @@
 
     python benchmarks/ranks_faults.py                        # 20 instants each under DDP and FSDP2, about 15 minutes
     python benchmarks/ranks_faults.py --divided ddp --instants 0 7    # a part of them; each part is written on its own
+    python benchmarks/ranks_faults.py --only redone          # the steps that ranks do again, about three minutes
 
 One run goes through all instants of a part: it is resumed after each, until the next one. An instant is a time from a
 seed, for one in four after the ranks were started, while they start, record or plan; for the others after the first
 step that this rank has committed since then, while they train and commit. Then a rank gets SIGKILL, or SIGSTOP, or may
 take no more memory (RLIMIT_AS). No launcher ends the others here: they have to find out. Afterwards the run goes on for
 ten steps, and is compared with one that nobody disturbed.
+
+Memory that runs out in a step on one rank is another matter: of a loop that hands its batches to a session all ranks do
+that step again, under a plan that needs less. Ten runs each lack it once, in the forward or the backward of a step from
+the same seed.
 
 Writes results/cpu/ranks_faults.json and prints a table of it.
 """
@@ -44,6 +49,8 @@ STEPS_UNHARMED = 100
 MOST_SECONDS = 60.0
 LATEST_SECONDS = {"start": 5.0, "first commit": 1.5}
 KINDS = ("killed", "stopped", "starved")
+NUM_REDONE, REDONE_STEPS = 10, 6
+LACKS = "out of memory in a step"
 
 
 class Fault(NamedTuple):
@@ -205,6 +212,53 @@ def disturbed(divided: str, faults: list[Fault], folder: Path) -> dict[str, Any]
     return {"instants": rows, "num_steps": total} | compared(folder, undisturbed)
 
 
+def redone(divided: str, folder: Path, num_runs: int = NUM_REDONE) -> dict[str, Any]:
+    """Returns what became of runs in each of which one rank lacked memory once, beside one in which none did."""
+    options = ("--steps", str(REDONE_STEPS), "--redoes", *(("--fsdp2",) if divided == "fsdp2" else ()))
+    undisturbed = folder / "plain"
+    undisturbed.mkdir()
+    # The same loop without a session: each step takes its batch once.
+    finish(undisturbed, *(option for option in options if option != "--redoes"))
+    drawn = random.Random(divided)
+    rows: list[dict[str, Any]] = []
+    for number in range(num_runs):
+        here = folder / str(number)
+        here.mkdir()
+        # The first step is recorded, and has no plan that could need less.
+        step, rank = drawn.randrange(2, REDONE_STEPS + 1), drawn.randrange(NUM_RANKS)
+        place = ("forward", "backward")[number % 2]
+        finish(here, *options, "--fails", str(step), str(rank), place)
+        told = [json.loads((here / f"{each}.json").read_text()) for each in range(NUM_RANKS)]
+        rows.append(
+            {
+                "kind": LACKS,
+                "place": place,
+                "step": step,
+                "num_redone": [each["num_recoveries"] for each in told],
+                "step_seconds": round(max(each["step_seconds"][step - 1] for each in told), 2),
+            }
+            | compared(here, undisturbed)
+        )
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    worst = max(rows, key=lambda row: row["difference_ratio"])
+    return {
+        "instants": rows,
+        "num_steps": REDONE_STEPS,
+        "is_equal": all(row["is_equal"] for row in rows),
+        "difference_ratio": worst["difference_ratio"],
+    }
+
+
+def finish(folder: Path, *arguments: str) -> None:
+    """Runs ranks to their end, which is to be a good one."""
+    ranks = Ranks(folder, *arguments, is_plain=True)
+    ranks.wait()
+    ranks.end()
+    if any(ranks.statuses.values()):
+        sys.stderr.write((folder / "rank-0.log").read_text()[-3000:])
+        raise SystemExit(f"a run whose ranks should go on ended with {ranks.statuses}")
+
+
 def compared(folder: Path, undisturbed: Path) -> dict[str, Any]:
     """Returns whether weights are equal to the bit on all ranks, and the most that one differs by from the largest."""
     is_equal, differs = True, 0.0
@@ -220,7 +274,9 @@ def table(parts: dict[str, dict[str, Any]]) -> list[str]:
     """Returns a row for each way to divide and each kind of fault."""
     lines = []
     for divided in ("ddp", "fsdp2"):
-        chosen = [part for name, part in parts.items() if name.split("-")[0] == divided]
+        of_both = {name: part for name, part in parts.items() if name.split("-")[0] == divided}
+        redone_part = of_both.pop(f"{divided}-redone", None)
+        chosen = list(of_both.values())
         every = [row for part in chosen for row in part["instants"]]
         for kind in KINDS:
             rows = [row for row in every if row["kind"] == kind]
@@ -231,6 +287,12 @@ def table(parts: dict[str, dict[str, Any]]) -> list[str]:
                 unharmed = sum(not row.get("is_harmed", True) for row in rows)
                 number = f"{len(rows)}, {unharmed} unharmed" if unharmed else str(len(rows))
                 lines.append(f"| {divided} | {kind} | {number} | {slowest:.1f} s | {apart} | {same} |")
+        if redone_part is not None:
+            rows = redone_part["instants"]
+            num_redone = sum(row["num_redone"] == [1] * NUM_RANKS for row in rows)
+            slowest = max(row["step_seconds"] for row in rows)
+            ended = f"none ended; {num_redone} done again, within {slowest:.1f} s"
+            lines.append(f"| {divided} | {LACKS} | {len(rows)} | {ended} | - | {_same([redone_part])} |")
     return lines
 
 
@@ -250,17 +312,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--divided", nargs="*", default=["ddp", "fsdp2"])
     parser.add_argument("--instants", nargs=2, type=int, default=(0, NUM_INSTANTS), metavar=("FIRST", "END"))
+    parser.add_argument("--only", choices=("disturbed", "redone"), help="either kind of run; by default both")
     asked = parser.parse_args()
     first, end = asked.instants
     path = HERE / "results" / "cpu" / "ranks_faults.json"
     for divided in asked.divided:
-        with tempfile.TemporaryDirectory() as folder:
-            part = disturbed(divided, faults_of(divided)[first:end], Path(folder))
-        parts = json.loads(path.read_text())["parts"] if path.exists() else {}
-        parts[f"{divided}-{first}-{end}"] = part | {"commit": commit()}
-        about = {"tag": "cpu-measured", "torch": torch.__version__, "num_ranks": NUM_RANKS}
-        path.write_text(json.dumps(about | {"parts": parts}, indent=2, sort_keys=True) + "\n")
-        print("\n".join(table(parts)), flush=True)
+        if asked.only != "redone":
+            with tempfile.TemporaryDirectory() as folder:
+                part = disturbed(divided, faults_of(divided)[first:end], Path(folder))
+            _write(path, f"{divided}-{first}-{end}", part)
+        if asked.only != "disturbed":
+            with tempfile.TemporaryDirectory() as folder:
+                part = redone(divided, Path(folder))
+            _write(path, f"{divided}-redone", part)
+
+
+def _write(path: Path, name: str, part: dict[str, Any]) -> None:
+    """Writes one part beside those that are there, and prints the table of all."""
+    parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+    parts[name] = part | {"commit": commit()}
+    about = {"tag": "cpu-measured", "torch": torch.__version__, "num_ranks": NUM_RANKS}
+    path.write_text(json.dumps(about | {"parts": parts}, indent=2, sort_keys=True) + "\n")
+    print("\n".join(table(parts)), flush=True)
 
 
 if __name__ == "__main__":

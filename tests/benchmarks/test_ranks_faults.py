@@ -26,3 +26,14 @@ def test_a_share_of_the_instants(tmp_path: Path, divided: str) -> None:
     steps = [row["last_step"] for row in part["instants"]]
     assert steps == sorted(steps)
     assert steps[-1] > 0
+
+
+@pytest.mark.parametrize("divided", ["ddp", "fsdp2"])
+def test_a_step_in_which_one_rank_lacks_memory_is_done_again_by_all(tmp_path: Path, divided: str) -> None:
+    part = ranks_faults.redone(divided, tmp_path, num_runs=2)
+    assert part["is_equal"]
+    assert [row["num_redone"] for row in part["instants"]] == [[1] * ranks_faults.NUM_RANKS] * 2
+    assert {row["place"] for row in part["instants"]} == {"forward", "backward"}
+    lines = ranks_faults.table({f"{divided}-redone": part})
+    assert len(lines) == 1
+    assert lines[0].startswith(f"| {divided} | out of memory in a step | 2 | none ended; 2 done again, within ")
