@@ -180,6 +180,20 @@ def _set_syncs(root: nn.Module, syncs: Sequence[tuple[bool, ...]]) -> None:
             setattr(group, name, value)
 
 
+def resharding_of(unit: nn.Module) -> list[Any]:
+    """Returns what becomes of a unit's parameters after forward, for `set_resharding`; None keeps a group whole.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fully_shard.py, `set_reshard_after_forward` (2.13).
+    """
+    return [group.post_forward_mesh_info for group in _groups_of(unit)]
+
+
+def set_resharding(unit: nn.Module, found: Sequence[Any]) -> None:
+    """Has a unit do after forward what it did when that was read."""
+    for group, ranks in zip(_groups_of(unit), found, strict=True):
+        group.post_forward_mesh_info = ranks
+
+
 _COMMUNICATES = ("_all_gather_comm", "_reduce_scatter_comm")
 _SYNCS = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 
