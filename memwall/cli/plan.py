@@ -1,6 +1,7 @@
 """Runs `memwall plan`: from a trace, or from a workload recorded now or on fake tensors, to a plan file."""
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,6 +44,7 @@ from memwall.cli.plans.without_plan import forecast_without_plan
 from memwall.cli.running.run_file import require_page_file
 from memwall.cli.verbosity import is_verbose
 from memwall.errors import InfeasibleError, UsageError
+from memwall.machine.collector import without_collector
 
 if TYPE_CHECKING:
     from memwall.cli.plans.plan_source import Source
@@ -149,7 +151,9 @@ def plan(
             raise UsageError("--report: not together with --ranks, whose tables are shown at once")
         require_page_file(report)
     request.check()
-    found = request.recorded()
+    # What is read and recorded for ranks are many objects, all of which stay.
+    with nullcontext() if asked is None else without_collector():
+        found = request.recorded()
     from memwall.cli.output import forecast_status
 
     if asked is None:

@@ -105,7 +105,11 @@ class SearchAtLocation:
         Of a run that has begun, one with room for an evaluation of a step's samples as well, as most will have one.
         """
         windows = (0, WINDOW_BYTES) if self._can_move else (0,)
-        least_bytes = min(self._smallest_for(batch, size) for batch in self._batches() for size in windows)
+        least_bytes: int | None = None
+        for batch in self._batches():
+            for size in reversed(windows):  # what moves as well needs less, mostly
+                least_bytes = self._smallest_for(batch, size, least_bytes)
+        assert least_bytes is not None, "there is the recorded batch"
         return max(least_bytes, self._process.budget_for(self.evaluation_bytes))
 
     @property
@@ -307,7 +311,8 @@ class SearchAtLocation:
             binding=binding_reasons(self._trace, step, moved_bytes, actions),
         )
 
-    def _smallest_for(self, batch: _Batch, window_bytes: int) -> int:
+    def _smallest_for(self, batch: _Batch, window_bytes: int, known_bytes: int | None) -> int:
+        """Returns the smallest budget with such a window, or the known one where that is no larger."""
         menus, instance = self._instance(batch, window_bytes)
         leanest = lowest_peak(instance)
         verdict = evaluate(instance, leanest)
@@ -316,5 +321,11 @@ class SearchAtLocation:
         choice = choice or Choice(leanest, verdict.extra_seconds, 0.0)
         treatments, beside_bytes = self._treatments(menus, choice)
         step = batch.model.treated(treatments)
-        process_bytes = self._resident(step, 0, fills=True).process_bytes + beside_bytes + self._location.grown_bytes
-        return self._process.budget_for(max(process_bytes, self._location.built_bytes))
+        beside_bytes += self._location.grown_bytes
+        if known_bytes is not None and self._trace.device == "cuda":  # what is replayed holds its tensors at least
+            bare_bytes = self._process.bare(step).process_bytes + beside_bytes
+            if self._process.budget_for(max(bare_bytes, self._location.built_bytes)) >= known_bytes:
+                return known_bytes
+        process_bytes = self._resident(step, 0, fills=True).process_bytes + beside_bytes
+        smallest_bytes = self._process.budget_for(max(process_bytes, self._location.built_bytes))
+        return smallest_bytes if known_bytes is None else min(smallest_bytes, known_bytes)

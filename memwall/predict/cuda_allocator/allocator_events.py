@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from itertools import chain
 
 from msgspec import Struct
 
@@ -114,7 +115,7 @@ class _Builder:
         wanted, script = self._scripts[id(step)]
         live = self._link(step, number, wanted)
         self.steps.append(len(self.events))
-        events, block = self.events, self._num_blocks
+        events, block, storages = self.events, self._num_blocks, step.storages
         is_evaluated = False
         for code, nbytes in script:
             if code == _EVAL_STARTS:
@@ -122,7 +123,7 @@ class _Builder:
                 is_evaluated = True
             elif nbytes:
                 live[code] = block = block + 1
-                events.append((ALLOC, block, nbytes, step.storages[code].stream))
+                events.append((ALLOC, block, nbytes, storages[code].stream))
             else:
                 events.append((FREE, live.pop(code), 0, 0))
         self._num_blocks = block
@@ -194,5 +195,5 @@ def _script(step: Step) -> tuple[list[int], list[tuple[int, int]]]:
     for name, operation in step.marks:
         if name == "eval" and operation < num_ops and (_EVAL_STARTS, 0) not in deaths[operation]:
             deaths[operation].append((_EVAL_STARTS, 0))
-    script = [action for actions in zip(deaths, births, strict=True) for found in actions for action in found]
-    return wanted, script + at_end
+    script = chain.from_iterable(chain.from_iterable(zip(deaths, births, strict=True)))
+    return wanted, [*script, *at_end]

@@ -12,8 +12,12 @@ from torch import nn
 from memwall.machine.hardware import hardware_named
 from memwall.machine.node_links import link_named
 from memwall.planning.candidate import Candidate
+from memwall.planning.location import IN_MEMORY
+from memwall.planning.menu import WINDOW_BYTES
 from memwall.planning.one_recording import search_at_location
 from memwall.planning.one_recording.recording_search import RecordingSearch
+from memwall.planning.one_recording.search_at_location import SearchAtLocation
+from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.ranks.curve import curve_over_ranks
 from memwall.planning.ranks.kinds import KINDS
 from memwall.planning.ranks.one_kind import OneKind
@@ -53,7 +57,7 @@ class Block(nn.Module):
 
 
 @cache
-def traced(rows: int, dtype: torch.dtype = torch.float32) -> Trace:
+def traced(rows: int, dtype: torch.dtype = torch.float32, host_bytes: int = 0) -> Trace:
     workload = Workload(
         model=lambda: nn.Sequential(*(Block() for _ in range(4))).to(dtype),
         batch=lambda: torch.ones(rows, 4096, dtype=dtype),
@@ -62,7 +66,7 @@ def traced(rows: int, dtype: torch.dtype = torch.float32) -> Trace:
     )
     recording = recording_for(A100)
     trace = record_fake(workload, target="cuda", workspaces=recording.workspaces, choices=recording.choices())
-    return translated(trace, A100)
+    return translated(trace, A100, host_bytes=host_bytes)
 
 
 def settings(budget_bytes: int, *, splits: bool = False) -> Settings:
@@ -287,3 +291,15 @@ def test_the_curve_is_what_looking_at_every_kind_finds(gibibytes: int) -> None:
             assert point.words in [each[3] for each in fitting if each[1] == pytest.approx(point.step_seconds)]
         else:
             assert (point.words, point.process_bytes) == ("", min(each[2] for each in outlined))
+
+
+def test_what_is_told_of_a_kind_is_the_least_of_all_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a search that replays only what may be less WHEN each way is replayed on its own THEN none is less."""
+    network = network_of(A100, num_ranks=8, num_ranks_per_node=8, link=None)
+    asked = replace(settings(3 * GIB), tier_capacity_bytes=64 * GIB)
+    one = OneKind(Fsdp2(), TraceUnits(traced(65_536, host_bytes=64 * GIB)), asked, network)
+    search = SearchAtLocation(SearchInputs(one.trace, asked, one.process), IN_MEMORY)
+    alone = [search._smallest_for(batch, size, None) for batch in search._batches() for size in (0, WINDOW_BYTES)]
+    assert search.smallest_bytes() == min(alone)
+    monkeypatch.setattr(search, "_resident", Mock(side_effect=AssertionError))
+    assert search._smallest_for(next(search._batches()), 0, 1) == 1
