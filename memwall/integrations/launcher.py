@@ -19,6 +19,7 @@ from memwall.checkpoint.resumption import set_checkpoint
 from memwall.checkpoint.step_checkpoint import StepCheckpoint
 from memwall.errors import OutOfMemoryError, StoreError, UsageError
 from memwall.integrations.preflight import check_model
+from memwall.integrations.scripts.bare_steps import BareSteps
 from memwall.integrations.scripts.execution import BeforeScript, ScriptEnded, execute, without_step
 from memwall.integrations.scripts.processes import watch_processes
 from memwall.integrations.scripts.script_profile import Profile
@@ -30,6 +31,7 @@ from memwall.patches import Patches
 from memwall.session.next_budget import note_failure
 from memwall.session.session import Session
 from memwall.torch_internals.autograd import execution_is_transformed
+from memwall.torch_internals.compiler import num_compiled
 from memwall.trace.records import Trace
 from memwall.trace.together import models_of
 
@@ -62,6 +64,8 @@ class ScriptRun:
         self._patches = Patches("finds the models and the optimizers of a script")
         self.watch.listen(self._patches)
         self._patches.hook(register_optimizer_step_pre_hook, self._before_step)
+        self._bare = BareSteps(self._backward_begins)
+        self._bare.listen()
         watch_spawning(self.watch, self._patches)
         watch_processes(name, self._patches)
         self._before = BeforeScript.now()
@@ -74,6 +78,7 @@ class ScriptRun:
 
     def _begins(self, model: nn.Module, called: nn.Module, has_optimizer: bool) -> None:
         session, checkpoint = self.session, self._checkpoint
+        self._bare.end()
         for each in models_of(model):
             check_model(each)
         if session.state != "waiting":
@@ -106,6 +111,10 @@ class ScriptRun:
         self.watch.before_forward(module)
         self.watch.after_forward(module)
 
+    def _backward_begins(self) -> None:
+        with self.watch.guarded():
+            self.session.backward_begins()
+
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         with self.watch.guarded():
             if self.watch.check_optimizer(optimizer):
@@ -118,6 +127,7 @@ class ScriptRun:
             status: the script's own; 1 where it has none.
         """
         session, checkpoint, watch = self.session, self._checkpoint, self.watch
+        self._bare.end()
         self._patches.undo()
         completed = status == 0 and watch.failure is None
         try:
@@ -145,7 +155,8 @@ class ScriptRun:
         failure = watch.failure or session.failure or (None if checkpoint is None else checkpoint.failure)
         if failure is not None:
             raise failure
-        is_missed = self._has_trained or watch.has_missed_steps or session.has_missed_steps
+        is_bare = self._bare.num_seen > 0 and num_compiled() == self._before.num_compiled
+        is_missed = self._has_trained or watch.has_missed_steps or session.has_missed_steps or is_bare
         is_new = checkpoint is None or checkpoint.is_new
         if session.measured.num_steps == 0 and status == 0 and not is_missed and is_new:
             raise UsageError(without_step(self._name, status, self._before))

@@ -373,6 +373,14 @@ class Session:
         """
         self._borders.enter_forward(called)
 
+    def backward_begins(self) -> None:
+        """Says that a loop which has called no model until now begins a backward: its steps are watched, not planned.
+
+        Raises:
+            InfeasibleError: they have passed the budget.
+        """
+        self._steps.backward_begins()
+
     def end_step(self) -> None:
         """Says that every optimizer has stepped and gradients are dropped: what runs next is no part of the step.
 

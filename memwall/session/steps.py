@@ -240,6 +240,13 @@ class Steps:
                     trains_copies=self.borders.trains_copies,
                 )
 
+    def backward_begins(self) -> None:
+        """Hears of a backward of a script that has called no model: ends the run where its steps pass the budget."""
+        self._watch.start(self.live.budget_bytes)
+        self._watch.look()
+        with self._ending_the_run():
+            self._unseen.backward_begins()
+
     def _run_forward(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a forward, and runs it again where memory runs out and that can be.
 

@@ -22,6 +22,8 @@ _NUM_LOOKED_AT = 3
 """Steps after which a run is not refused any more: it has trained for some time, and its end says what it held."""
 _LEFT_BYTES = 16 << 20
 """Bytes below the budget at which free pages are returned: a process grows elsewhere, too."""
+_NUM_BACKWARDS = 6
+"""Backwards of a script that calls no model after which it is not refused any more: a step may have several."""
 _COPIES = 2
 """Times the parameters' bytes that a later step may hold beside what the first one did: its gradients, and the
 parameters that a loop makes anew while the old ones are there."""
@@ -69,6 +71,31 @@ class UnseenSteps:
         self._absent_bytes = absent_bytes
         self._base_bytes = self._live_bytes = self._num_steps = 0
         self._num_optimizer_steps: int | None = None
+        self._num_backwards = self._standing_bytes = 0
+
+    def backward_begins(self) -> None:
+        """Judges a script that has called no model until now, when one of its first backwards begins.
+
+        What it has made since the one before, as an optimizer's state, the next step has as well, and may make anew.
+
+        Raises:
+            InfeasibleError: it has passed the budget.
+        """
+        if self._measured.meter.device != "cpu" or self._num_backwards > _NUM_BACKWARDS:
+            return
+        self._hold_heap()
+        self._allocator.trim(generation=0)  # what malloc keeps of tensors from before it held none
+        before_bytes, self._standing_bytes = self._standing_bytes, process_bytes()
+        self._num_backwards += 1
+        if self._num_backwards == 1:
+            self._base_bytes = self._standing_bytes
+        else:
+            self._check(
+                _COPIES * max(0, self._standing_bytes - before_bytes),
+                "the script computes gradients, and has called no model: no plan makes its steps smaller",
+                "make a torch.nn.Module of what it trains, and call it as model(batch)",
+                part="first backward",
+            )
 
     def forward_begins(
         self, model: nn.Module, num_optimizer_steps: int | None = None, *, trains_copies: bool = False
@@ -115,17 +142,19 @@ class UnseenSteps:
     def _judge(self, parameter_bytes: int, why: str, instead: str) -> None:
         # What the loop holds of a step is there while the next one makes the same: the graph of a gradient, say.
         grown_bytes, self._live_bytes = self._allocator.live_bytes - self._live_bytes, self._allocator.live_bytes
+        coming_bytes = max(_COPIES * parameter_bytes, grown_bytes) + self._absent_bytes()
+        self._check(coming_bytes, why, instead, f", {format_bytes(parameter_bytes)} parameters")
+
+    def _check(self, coming_bytes: int, why: str, instead: str, more: str = "", *, part: str = "step") -> None:
         budget_bytes, held_bytes = self._budget_bytes(), self._measured.meter.peak_bytes()
         if not 0 < budget_bytes < held_bytes:
             return
-        coming_bytes = max(_COPIES * parameter_bytes, grown_bytes) + self._absent_bytes()
         smallest_bytes = budget_for(held_bytes + coming_bytes, self._base_bytes)
         raise InfeasibleError(
             f"the budget of {format_bytes(budget_bytes, rounding='down')} cannot be met: the smallest feasible one is "
             f"{format_bytes(smallest_bytes, rounding='up')}, "
             f"{format_bytes(smallest_bytes - budget_bytes, rounding='up')} more\n"
-            f"of that, {format_bytes(self._base_bytes)} are the process before the step, "
-            f"{format_bytes(parameter_bytes)} parameters\n"
+            f"of that, {format_bytes(self._base_bytes)} are the process before the {part}{more}\n"
             f"{why}\n"
             f"  - {instead}\n"
             "  - halve the batch",

@@ -41,7 +41,7 @@ def run_as_is(
         nonlocal planned
         from memwall.integrations.launcher import ScriptRun  # 25 MiB and a second, for which there may be no need
 
-        planned = ScriptRun(script.name, open_session(), is_last=True, has_trained=room.num_steps > 0)
+        planned = ScriptRun(script.name, open_session(), is_last=True, has_trained=room.has_trained)
         if called is not None:  # the hooks just made are not in the list this call is going through
             planned.watch.before_forward(called)
 

@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memwall.errors import MemwallError, OutOfMemoryError, UsageError
+from memwall.integrations.scripts.bare_steps import BareSteps
 from memwall.integrations.scripts.execution import BeforeScript, without_step
 from memwall.integrations.scripts.late_parking import LateParking
 from memwall.integrations.scripts.processes import watch_processes
@@ -92,6 +93,7 @@ class AmpleRoom:
         """Whether it was said that nothing is done."""
         self._pid, self._before = os.getpid(), BeforeScript.now()
         self._patches, self._forwards = Patches(_WHY), Patches(_WHY)
+        self._bare = BareSteps(self._backward_begins)
         self._waiting: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have not stepped yet."""
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -121,6 +123,7 @@ class AmpleRoom:
         )
         watch_processes(self._name, self._patches)
         self._listen()
+        self._bare.listen()
         self._thread.start()
 
     def close(self) -> None:
@@ -130,8 +133,14 @@ class AmpleRoom:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
         self._parking.end()
+        self._bare.end()
         self._forwards.undo()
         self._patches.undo()
+
+    @property
+    def has_trained(self) -> bool:
+        """Tells whether the script has stepped, or computed gradients without a model."""
+        return self.num_steps > 0 or self._bare.num_seen > 0
 
     def check(self, status: int) -> None:
         """Says at the end of a script that ended well how much it held.
@@ -144,7 +153,7 @@ class AmpleRoom:
         model = self._stepped_by_hand
         if model is not None and self._in_step and _versions(model) != self._versions:
             self.num_steps += 1
-        if status == 0 and not self.num_steps:
+        if status == 0 and not self.has_trained:
             raise UsageError(without_step(self._name, status, self._before))
         if status == 0 and not self.has_told and process_peak_bytes() <= self._quarter_bytes:
             self._tell()
@@ -187,6 +196,11 @@ class AmpleRoom:
             return
         self._begin_step(module)
 
+    def _backward_begins(self) -> None:
+        self._is_passed |= process_peak_bytes() > self._quarter_bytes
+        if self._is_passed:
+            self._hand_over(None)
+
     def _begin_step(self, module: nn.Module) -> None:
         is_late = len(self._waiting) > 0 and self.num_steps >= _MOST_STEPS
         self._is_passed |= process_peak_bytes() > self._quarter_bytes
@@ -195,6 +209,7 @@ class AmpleRoom:
             self._hand_over(module)
             return
         self._in_step = True
+        self._bare.end()
         self._stepped_by_hand = None if self._optimizers else module
         if self._stepped_by_hand is not None:
             self._versions = _versions(module)

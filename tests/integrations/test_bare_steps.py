@@ -1,0 +1,62 @@
+"""A script of tensors alone is watched from its first backward on, and refused where its steps pass the budget."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memwall.cli.app import main
+from memwall.integrations.scripts.bare_steps import BareSteps
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCRIPT = """
+import torch
+weights = [torch.ones(64, 64, requires_grad=True) for _ in range(3)]
+momenta = [torch.zeros(64, 64) for _ in weights]
+for _ in range(4):
+    x = torch.ones(8, 64)
+    for weight in weights:
+        x = torch.tanh(x @ weight)
+    gradients = torch.autograd.grad(x.square().mean(), weights)
+    momenta = [0.9 * momentum + gradient for momentum, gradient in zip(momenta, gradients)]
+    weights = [(weight - 0.1 * each).detach().requires_grad_() for weight, each in zip(weights, momenta)]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["8GiB", "100GiB"], ids=["planned", "ample"])
+def test_a_script_without_a_model_ends_well_within_its_budget(
+    budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    assert main(["run", "--budget", budget, "train.py"]) == 0
+
+
+@pytest.mark.slow
+def test_a_script_without_a_model_is_refused_before_its_second_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT + "print('done')\n")
+    assert main(["run", "--budget", "64MiB", "train.py"]) == 3
+    said = capsys.readouterr()
+    assert "done" not in said.out
+    assert "has called no model: no plan makes its steps smaller" in said.err
+    assert re.search(r"the smallest feasible one is [\d.,]+ \w+,", said.err)
+
+
+def test_every_way_to_compute_gradients_is_heard_of_until_the_end() -> None:
+    weight, heard = nn.Parameter(torch.ones(3)), []
+    bare = BareSteps(lambda: heard.append(1))
+    bare.listen()
+    weight.sum().backward()
+    torch.autograd.backward(weight.sum())
+    torch.autograd.grad(weight.sum(), weight)
+    assert bare.num_seen == len(heard) == 3
+    bare.end()
+    weight.sum().backward()
+    assert len(heard) == 3
