@@ -271,3 +271,9 @@ def test_of_shares_the_cheapest_that_fits_is_chosen() -> None:
     assert rounded(instance, [whole, split, split]) in ((1, 0, 2), (1, 2, 0))
     assert rounded(replace(instance, budget_bytes=29), [whole, split, split]) is None
     assert rounded(instance, [split] * 7) is None
+
+
+def test_a_model_without_blocks_has_the_peak_that_it_has() -> None:
+    rows = (Row(label="loss", fixed_bytes=7, held=()),)
+    instance = Instance(blocks=(), rows=rows, budget_bytes=9, link=None)
+    assert milp_lowest_peak(instance, start=()) == ()

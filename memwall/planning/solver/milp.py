@@ -188,6 +188,8 @@ def _row_terms(program: _Program, instance: Instance) -> tuple[Int64s, Int64s]:
     Of what is not allowed nothing is told. Smaller numbers are what a solver does better with.
     """
     held = instance.held[:, program.allowed]
+    if not program.may:  # a model without blocks
+        return held, held.sum(axis=1)
     counts = [len(options) for options in program.may]
     begins = np.cumsum([0, *counts[:-1]], dtype=np.intp)
     least = np.minimum.reduceat(held, begins, axis=1)
