@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from memwall.planning.action import Action
-from memwall.trace.optimizers import JOINT, STEPPED_ALONE
+from memwall.trace.optimizers import JOINT, STEPPED_ALONE, counted
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
@@ -89,7 +89,7 @@ def can_move_optimizer_state(trace: Trace, state_bytes: int, capacity_bytes: int
             return "nothing is known of the link to host memory; pass --host SIZE together with --device NAME"
         return "there is no disk to move optimizer state to; pass --disk DIR"
     if JOINT in trace.optimizer:
-        return f"several optimizers step the model ({trace.optimizer}), and their state stays in memory"
+        return f"several optimizers step the model ({counted(trace.optimizer)}), and their state stays in memory"
     if trace.optimizer not in STEPPED_ALONE:
         return f"{trace.optimizer or 'the optimizer'} is not known to step each parameter alone"
     if state_bytes == 0:

@@ -4,6 +4,7 @@ A technique that depends on how an optimizer steps asks here, so that a class is
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -100,6 +101,16 @@ def optimizers_of(given: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
 def joint_name(optimizers: Iterable[torch.optim.Optimizer]) -> str:
     """Returns the names of their classes, as "Muon + AdamW"; "" of none."""
     return JOINT.join(type(optimizer).__name__ for optimizer in optimizers)
+
+
+def counted(joint: str) -> str:
+    """Returns such names for a person, who may have an optimizer for each parameter.
+
+    >>> counted("Adam + Muon + Adam")
+    '2 x Adam + Muon'
+    """
+    counts = Counter(joint.split(JOINT))
+    return JOINT.join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
 
 
 def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from memwall.apply.streaming.stream_units import hooked_parameters
 from memwall.errors import StoreError
 from memwall.machine.process_group import num_processes
 from memwall.torch_internals.compiler import is_compiled
-from memwall.trace.optimizers import Optimizers, joint_name, optimizers_of
+from memwall.trace.optimizers import Optimizers, counted, joint_name, optimizers_of
 from memwall.trace.together import models_of
 from memwall.units import format_bytes
 
@@ -35,7 +35,7 @@ def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:
         return "compiled code uses parameters without the modules that they belong to"
     optimizers = optimizers_of(given)
     if len(optimizers) > 1:
-        return f"several optimizers step the model ({joint_name(optimizers)}), whose state stays in memory"
+        return f"several optimizers step the model ({counted(joint_name(optimizers))}), whose state stays in memory"
     if not can_place(optimizers):
         return f"{joint_name(optimizers)} cannot be stepped a few parameters at a time"
     if device.type == "cuda" and kept_space() is not None:

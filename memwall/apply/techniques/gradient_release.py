@@ -16,7 +16,7 @@ from memwall.machine.process_group import num_processes
 from memwall.planning.techniques.gradient_release import GradientRelease
 from memwall.torch_internals.optimizers import step_post_hooks, step_pre_hooks
 from memwall.trace.gradients.gradient_hooks import has_foreign_hook
-from memwall.trace.optimizers import joint_name
+from memwall.trace.optimizers import counted, joint_name
 
 _PATIENCE_STEPS = 2
 """An optimizer that shows itself with its first step has gradients released from the next one on."""
@@ -35,7 +35,7 @@ class GradientReleaseHandler(Handler[GradientRelease]):
         if kept_space() is not None:
             return "each step of this run is committed to disk, from parameters that stay as they are until the next"
         if len(optimizers) > 1:
-            return f"several optimizers step the model ({joint_name(optimizers)})"
+            return f"several optimizers step the model ({counted(joint_name(optimizers))})"
         return next((reason for optimizer in optimizers if (reason := _why_not(optimizer))), None)
 
     def apply(self, target: Target) -> None:

@@ -8,7 +8,7 @@ from memwall.planning.location import Location
 from memwall.planning.one_recording.search_inputs import SearchInputs
 from memwall.planning.technique import Technique
 from memwall.predict.gradient_release import flushes_of, with_gradients_released
-from memwall.trace.optimizers import JOINT, STEPPED_ALONE
+from memwall.trace.optimizers import JOINT, STEPPED_ALONE, counted
 from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 from memwall.units import format_bytes
@@ -55,7 +55,7 @@ class _GradientRelease(Technique[GradientRelease]):
         if trace.num_micro_batches > 1:
             return "gradients of several backwards add up before the optimizer steps"
         if JOINT in trace.optimizer:
-            return f"several optimizers step the model ({trace.optimizer})"
+            return f"several optimizers step the model ({counted(trace.optimizer)})"
         if trace.optimizer not in STEPPED_ALONE:
             return f"{trace.optimizer or 'the optimizer'} is not known to step each parameter alone"
         if trace.autocast == "float16":
