@@ -20,7 +20,8 @@ def doctor(
         Path | None,
         typer.Argument(
             metavar="[SCRIPT]",
-            help="Script whose source is looked through for mistakes; it is not run.",
+            help="Script whose source is looked through for mistakes; it is not run. Or a DeepSpeed configuration, "
+            "as ds.json: bytes of each buffer.",
         ),
     ] = None,
     disk: Annotated[
@@ -29,12 +30,15 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Look at devices, memory, disk and libraries, or at a training script, and say what to mend.
+    """Look at devices, memory, disk and libraries, at a training script, or at ds.json, and say what to mend.
 
     The exit status is 0 whatever is found.
     """
     if script is not None and disk is not None:
         raise UsageError("doctor: SCRIPT is read, and --disk is of the machine; give one of them")
+    if script is not None and script.suffix == ".json":
+        _show_buffers(script, as_json=as_json)
+        return
     if script is not None:
         from memwall.observe.script_mistakes import mistakes_in
 
@@ -59,6 +63,21 @@ def doctor(
         write_json({"schema": "memwall.doctor/1", "machine": machine, "warnings": warnings, "patches": patches})
     else:
         _show(machine, warnings, changes)
+
+
+def _show_buffers(config: Path, *, as_json: bool) -> None:
+    """Prints what DeepSpeed's buffers take in each rank, a line for each key."""
+    from memwall.observe.deepspeed_buffers import buffers_in
+
+    buffers = buffers_in(config)
+    if as_json:
+        write_json({"schema": "memwall.deepspeed-buffers/1", "config": str(config), "buffers": buffers})
+        return
+    for one in buffers:
+        size = "depends on the model" if one.nbytes is None else format_bytes(one.nbytes)
+        typer.echo(f"{one.key}: {size} of each rank's {one.where}, {one.when} ({one.value})")
+    if not buffers:
+        typer.echo(f"{config}: stage 0 has no buffers of ZeRO's")
 
 
 def _show(machine: "Inspection", warnings: "tuple[Finding, ...]", changes: "tuple[InEffect, ...]") -> None:

@@ -14,8 +14,6 @@ from memwall.trace.records import Module, ModuleCall, Step
 _LEAST_SHARE = 1 / 8
 _FEWEST_LAYERS = 8
 """A shorter sequence, such as the two convolutions of a stage with their norms, is a block that a person would name."""
-_PLAIN_SEQUENCE = "Sequential"
-"""Class whose forward is known to call one layer after the other; one that is derived from it may do otherwise."""
 
 
 class LayerRun(NamedTuple):
@@ -44,9 +42,8 @@ def layer_runs(
         calls: by module.
         saved_bytes: what is saved in each module.
     """
-    if modules[sequence].class_name != _PLAIN_SEQUENCE or len(layers) < _FEWEST_LAYERS:
-        return ()
-    if not all(modules[layer].is_leaf for layer in layers):
+    is_plain = all(modules[layer].is_leaf and modules[layer].container == "sequential" for layer in layers)
+    if not is_plain or len(layers) < _FEWEST_LAYERS:
         return ()
     if any(len(calls.get(layer, ())) != len(calls[sequence]) for layer in layers):
         return ()
@@ -56,6 +53,8 @@ def layer_runs(
         starts = [*(call.start for call in row), whole.end]
         if any(end > start for end, start in zip(ends, starts, strict=True)):
             return ()
+    if any(_is_among(calls[other], calls[sequence]) for other in calls.keys() - {sequence, *layers}):
+        return ()
     written = {index for op in step.ops for index in op.writes}
     least_bytes = _LEAST_SHARE * saved_bytes[sequence]
     bounds, held_bytes = [0], 0
@@ -73,6 +72,18 @@ def layer_runs(
             calls=tuple(_joined(row[begin:end]) for row in rows),
         )
         for begin, end in zip(bounds, [*bounds[1:], len(layers)], strict=True)
+    )
+
+
+def _is_among(calls: Sequence[ModuleCall], wholes: Sequence[ModuleCall]) -> bool:
+    """Tells whether a module that stands elsewhere, and is a layer here too, is called within the sequence's calls."""
+    spans = [(call.start, call.end) for call in calls]
+    within = [(whole.start, whole.end) for whole in wholes]
+    return any(
+        whole_start <= start and end <= whole_end and (start, end) != (whole_start, whole_end)
+        for start, end in spans
+        for whole_start, whole_end in within
+        if start < end
     )
 
 

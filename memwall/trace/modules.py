@@ -9,6 +9,7 @@ from torch import nn
 
 from memwall.torch_internals.compiler import inside_compiled
 from memwall.torch_internals.modules import is_running_norm
+from memwall.trace.attached import own_forward_of
 from memwall.trace.records import Module
 
 
@@ -60,9 +61,9 @@ class ModuleTable:
             )
         )
         kind: Literal["list", "sequential", "none"] = "none"
-        if isinstance(module, nn.Sequential):
+        if calls_layers_in_turn(module):
             kind = "sequential"
-        elif isinstance(module, nn.ModuleList):
+        elif isinstance(module, (nn.Sequential, nn.ModuleList)):
             kind = "list"
         for name, child in children:
             self._add(child, f"{path}.{name}" if path else name, index, kind, records)
@@ -75,6 +76,15 @@ class ModuleTable:
     def index_of(self, module: nn.Module) -> int:
         """Returns the index of a module, or -1 if it is not below a root."""
         return self._index.get(id(module), -1)
+
+
+def calls_layers_in_turn(module: nn.Module) -> bool:
+    """Returns whether a module is a sequence that calls one layer after the other, by torch's own forward.
+
+    FSDP2 gives a sequence another class, which has that forward; Accelerate and scripts may put another one on it.
+    """
+    own_forward = getattr(own_forward_of(module), "__func__", None)
+    return isinstance(module, nn.Sequential) and own_forward is nn.Sequential.forward
 
 
 def root_names(roots: Sequence[nn.Module]) -> list[str]:

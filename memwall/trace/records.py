@@ -108,7 +108,7 @@ class Module(Struct, frozen=True, array_like=True):
     class_name: str
     parent: int
     container: Literal["list", "sequential", "none"]
-    """Says what kind of container its parent is."""
+    """Says what kind of container its parent is; "list", too, of a sequence whose forward is not torch's."""
     is_leaf: bool
     has_batch_norm: bool
     """Whether it or a descendant keeps running statistics of its batches."""

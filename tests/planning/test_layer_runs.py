@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from plain_cnn import Network, features
-from torch import nn
+from torch import Tensor, nn
 
 from memwall.planning.blocks import find_blocks
 from memwall.predict.call_rules import BlockCalls, Treatment
@@ -34,7 +34,33 @@ def paths(model: nn.Module) -> list[str]:
 
 
 class Derived(nn.Sequential):
-    """Might call its layers otherwise."""
+    """Calls its layers in a way of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class Named(nn.Sequential):
+    """Has another name alone, as FSDP2 gives it one."""
+
+
+class LayerElsewhere(Network):
+    """Has one ReLU beside the sequence, in all its places: in the sequence it has no place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.features
+        self.relu = nn.ReLU()
+        self.features = nn.Sequential(*(self.relu if isinstance(layer, nn.ReLU) else layer for layer in features()))
+
+
+def with_forward_around(network: Network) -> Network:
+    """Puts a forward on the sequence that calls its own, as Accelerate does with a model's."""
+    own = network.features.forward
+    network.features.forward = lambda x: own(x).float()  # type: ignore[method-assign]
+    return network
 
 
 def test_runs_follow_each_other_and_hold_every_layer_and_whatever_it_saves() -> None:
@@ -64,8 +90,9 @@ def test_no_run_begins_with_a_layer_that_writes_to_what_it_is_called_with() -> N
     assert not any(isinstance(layer, nn.ReLU) for layer in first_layers)
 
 
-def test_the_root_may_be_such_a_sequence() -> None:
-    assert any(":" in path for path in paths(nn.Sequential(*features())))
+@pytest.mark.parametrize("model", [nn.Sequential(*features()), Network(Named(*features()))], ids=["root", "named"])
+def test_a_root_and_a_class_with_the_same_forward_are_divided_too(model: nn.Module) -> None:
+    assert any(":" in path for path in paths(model))
 
 
 @pytest.mark.parametrize(
@@ -74,8 +101,10 @@ def test_the_root_may_be_such_a_sequence() -> None:
         Network(Derived(*features())),
         Network(nn.Sequential(*list(features())[:6])),
         Network(nn.Sequential(*list(features())[:8], nn.Sequential(nn.BatchNorm2d(8), nn.ReLU()))),
+        LayerElsewhere(),
+        with_forward_around(Network()),
     ],
-    ids=["a class of its own", "few layers", "sequences within"],
+    ids=["a forward of its own", "few layers", "sequences within", "a layer from elsewhere", "a forward around"],
 )
 def test_others_are_not_divided(model: nn.Module) -> None:
     assert not any(":" in path for path in paths(model))

@@ -1,12 +1,16 @@
 """Makes blocks of a sequence's consecutive layers, which are no modules, and has the sequence call them as such."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from memwall.torch_internals.modules import own_modules
-from memwall.trace.attached import forward_of, own_forward_of, wrap_forward
+from memwall.trace.attached import forward_of, wrap_forward
+from memwall.trace.modules import calls_layers_in_turn
+
+_log = logging.getLogger(__name__)
 
 
 class DividedSequences:
@@ -27,7 +31,7 @@ class DividedSequences:
         parent = parent or next(iter(self._modules))  # the root, whatever it is called
         first, colon, last = names.partition(":")
         sequence = self._modules.get(parent)
-        if not colon or sequence is None or not _calls_its_layers_in_turn(sequence):
+        if not colon or sequence is None or not calls_layers_in_turn(sequence):
             return None
         layers = own_modules(sequence)
         in_turn = list(layers)
@@ -52,18 +56,18 @@ class DividedSequences:
         return [_wrapped(self._modules[path], path, runs) for path, runs in self._runs.items()]
 
 
-def _calls_its_layers_in_turn(module: nn.Module) -> bool:
-    """Returns whether a module is a sequence of torch's whose forward is nobody else's."""
-    return type(module) is nn.Sequential and getattr(own_forward_of(module), "__func__", None) is nn.Sequential.forward
-
-
 def _wrapped(sequence: nn.Module, path: str, runs: Mapping[str, tuple[nn.Module, str]]) -> Callable[[], None]:
+    told: list[str] = []
+
     def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         layers = own_modules(sequence)
         held = (held for run, _ in runs.values() for held in own_modules(run).items())
-        # A layer that was replaced is in no run, and what is called otherwise says itself what is wrong.
-        if kwargs or len(args) != 1 or any(layers.get(name) is not layer for name, layer in held):
-            return original(*args, **kwargs)
+        is_same = all(layers.get(name) is layer for name, layer in held)
+        if not is_same and not told:
+            told.append(path)
+            _log.warning("'%s' keeps what it saves: a layer of it was replaced after the plan was made", path)
+        if kwargs or len(args) != 1 or not is_same:
+            return original(*args, **kwargs)  # which says itself what is wrong with arguments
         (x,) = args
         last = ""
         for name, layer in layers.items():

@@ -1,17 +1,21 @@
 """Which allocator settings reserve least for a given sequence of events: a search by replay, from the trace alone.
 
-The order is: expandable segments and their granule; without them, which blocks are never split; emptying the cache
-between phases. Rounding to parts of a power of two is not tried: it is for sizes that vary, and steps here are alike.
+The order is: expandable segments and their granule; without them, which blocks are never split; rounding to parts of a
+power of two, where sizes vary; emptying the cache between phases.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
+import msgspec
 from msgspec import Struct
 
 from memwall.predict.cuda_allocator.addresses import AddressOrder, placed_addresses
 from memwall.predict.cuda_allocator.allocator_events import ALLOC, EventTrace, live_peak_bytes
 from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.event_replay import Figures, replay
+from memwall.predict.cuda_allocator.rounding import SMALL_LIMIT_BYTES, division_index, rounded_bytes
 from memwall.predict.cuda_allocator.state import PeakExceeded
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 
@@ -19,6 +23,7 @@ _LARGE_SEGMENTS_MIB = (20, 12, 32, 64, 128)
 _SPLIT_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 # Without one torch takes 20 MiB.
 _ROUNDINGS_MIB = (None, 64, 256)
+_DIVISIONS = (2, 4, 8)
 _ADDRESS_ORDERS: tuple[AddressOrder, ...] = ("ascending", "descending", "random")
 # Emptying the cache costs a synchronisation and new mallocs; a gain below the usual error of a forecast is none.
 _MIN_EMPTY_CACHE_GAIN = 0.01
@@ -151,6 +156,8 @@ def search_settings(
         notes.append(
             "max_split_size_mb was not tried: what it would have done to the memory held at the beginning is not known"
         )
+    if _sizes_vary(trace) and not best.settings.expandable_segments:
+        best = _descend_divisions(search, best)
     best = _empty_cache(search, best)
     lower_bound_bytes = live_peak_bytes(trace)
     excess = best.figures.reserved_peak_bytes / max(lower_bound_bytes, 1) - 1
@@ -196,6 +203,46 @@ def _split_settings(trace: EventTrace) -> list[AllocatorSettings]:
         for limit in limits
         for rounding in _ROUNDINGS_MIB
     ]
+
+
+def _sizes_vary(trace: EventTrace) -> bool:
+    """Tells whether the training steps ask for different sizes; the first is left out if there are others to compare.
+
+    Small ones don't count: what differs from step to step by a counter or a loss is not another batch.
+    """
+    starts = [*trace.steps[1:], len(trace.events)] if len(trace.steps) > 2 else [*trace.steps, len(trace.events)]
+    evaluations = [position for name, position in trace.boundaries if name == "before eval"]
+    seen = {
+        tuple(sorted(nbytes for action, _, nbytes, _ in trace.events[start:end] if _is_large(action, nbytes)))
+        for start, end in pairwise(starts)
+        if not any(start <= position < end for position in evaluations)
+    }
+    return len(seen) > 1
+
+
+def _is_large(action: int, nbytes: int) -> bool:
+    """Tells whether an event asks for memory of the large pool."""
+    return action == ALLOC and nbytes > SMALL_LIMIT_BYTES
+
+
+def _descend_divisions(search: _Search, base: _Candidate) -> _Candidate:
+    """Tries one interval of sizes after the other, the largest first, and keeps what helped."""
+    sizes: defaultdict[int, set[int]] = defaultdict(set)
+    for action, _, nbytes, _ in search.trace.events:
+        if action == ALLOC:
+            sizes[division_index(nbytes)].add(nbytes)
+    for index in sorted((index for index, found in sizes.items() if max(found) > SMALL_LIMIT_BYTES), reverse=True):
+        tried = []
+        for count in _DIVISIONS:
+            divisions = list(base.settings.roundup_power2_divisions)
+            divisions[index] = count
+            settings = msgspec.structs.replace(base.settings, roundup_power2_divisions=tuple(divisions))
+            if any(rounded_bytes(nbytes, settings) != rounded_bytes(nbytes, base.settings) for nbytes in sizes[index]):
+                tried.append(settings)
+            else:
+                search.num_tried += 1  # every request is as large as before: so are all figures
+        base = search.best(base, tried)
+    return base
 
 
 def _empty_cache(search: _Search, best: _Candidate) -> _Candidate:

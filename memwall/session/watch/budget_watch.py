@@ -51,8 +51,9 @@ class BudgetWatch:
         if self._measured.meter.device != "cpu" or not budget_bytes or self._thread is not None:
             return
         run = (weakref.ref(self), self._ended)
-        self._thread = threading.Thread(target=_look_now_and_then, args=run, name="memwall-budget", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=_look_now_and_then, args=run, name="memwall-budget", daemon=True)
+        thread.start()
+        self._thread = thread  # only now: whoever ends the run meanwhile joins none that has not begun
 
     def look(self, peak_bytes: int | None = None) -> None:
         """Says that the budget is passed, where it is and nobody has said so.
