@@ -61,7 +61,7 @@ def _wrapped(sequence: nn.Module, path: str, runs: Mapping[str, tuple[nn.Module,
 
     def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         layers = own_modules(sequence)
-        held = (held for run, _ in runs.values() for held in own_modules(run).items())
+        held = (pair for run, _ in runs.values() for pair in own_modules(run).items())
         is_same = all(layers.get(name) is layer for name, layer in held)
         if not is_same and not told:
             told.append(path)
