@@ -56,8 +56,8 @@ MUTATIONS = (
     Mutation(
         "a run that was left alone, and grows, is never planned for",
         "memwall/integrations/scripts/ample_room.py",
-        "        if self._is_passed:\n",
-        "        if False:\n",
+        "        if self._is_passed:\n            self._listen()",
+        "        if False:\n            self._listen()",
         ("tests/integrations/test_ample_room.py",),
     ),
     Mutation(
@@ -385,8 +385,8 @@ MUTATIONS = (
     Mutation(
         "a run of layers goes on with a layer that the script has put another one in place of",
         "memwall/apply/blocks/sequences.py",
-        "any(layers.get(name) is not layer for name, layer in held)",
-        "False",
+        "is_same = all(layers.get(name) is layer for name, layer in held)",
+        "is_same = True",
         ("tests/apply/test_sequences.py",),
     ),
     Mutation(

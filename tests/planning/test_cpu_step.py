@@ -41,7 +41,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Layers(nn.Sequential):
-    """A sequence whose layers are blocks each by itself: of a class that is derived no run is computed again."""
+    """A sequence whose layers are blocks each by itself: with a forward of its own no run of them is computed again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
 
 
 def traced(hardware: Hardware, optimizer: Any, dtype: torch.dtype = torch.float32, num_rows: int = 8) -> Trace:

@@ -27,6 +27,7 @@ _MOST_NODES = 8_000
 """Nodes of the search, times binaries: the deeper a model, the longer each takes, and the less it finds."""
 _GAP_SHARE_OF_PEAK = 0.001
 _ROW_SCALE = 1 << 12
+_MOST_BYTES = 1 << 61
 # HighsInfo's kSolutionStatusFeasible; after a time limit the incumbent has it too.
 _FEASIBLE = 2
 _TIES = 1e-6
@@ -201,7 +202,9 @@ def _seconds_program(instance: Instance, unit_seconds: float) -> _Program | None
     program = _Program(instance)
     if instance.rows:
         above, least_bytes = _row_terms(program, instance)
-        left_bytes = instance.budget_bytes - instance.fixed_bytes - least_bytes
+        # What a file claims may be more than a number of 64 bits holds, with what is taken off it.
+        budget_bytes = max(-_MOST_BYTES, min(instance.budget_bytes, _MOST_BYTES))
+        left_bytes = budget_bytes - instance.fixed_bytes - least_bytes
         if (left_bytes < 0).any():
             return None
         for sizes, room_bytes in zip(above, left_bytes.tolist(), strict=True):

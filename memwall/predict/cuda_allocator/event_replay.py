@@ -122,7 +122,7 @@ class Playback:
             UsageError: an event names a block that is not allocated, or has no known action.
         """
         device, live = self.device, self.live
-        malloc, free, complete = device.malloc, device.free, device.complete
+        malloc, free = device.malloc, device.free
         try:
             for action, number, nbytes, stream in events:
                 if action == ALLOC:
@@ -131,9 +131,7 @@ class Playback:
                         return False
                     live[number] = block
                 elif action == FREE:
-                    block = live.pop(number)
-                    device.allocated_bytes -= block.size
-                    complete(block)
+                    free(live.pop(number))
                 elif action == FREE_LATER:
                     free(live[number], is_awaited=True)
                 elif action == COMPLETE:
