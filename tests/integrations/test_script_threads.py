@@ -60,12 +60,19 @@ for thread in threads:
     ],
     ids=["two threads", "one thread"],
 )
+@pytest.mark.parametrize("is_ignored", [False, True], ids=["", "in the background"])
 def test_a_run_that_is_refused_in_a_thread_ends(
-    num_training: int, num_waiting: int, status: int, said: str, tmp_path: Path
+    num_training: int, num_waiting: int, status: int, said: str, is_ignored: bool, tmp_path: Path
 ) -> None:
+    """GIVEN a main thread that waits WHEN another is refused THEN the run ends, also where SIGINT is ignored."""
     (tmp_path / "train.py").write_text(TRAINS.format(num_training=num_training, num_waiting=num_waiting))
     command = [sys.executable, "-m", "memwall", "run", "--budget", "64MiB", "train.py"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    handler = signal.SIG_IGN if is_ignored else signal.default_int_handler
+    before = signal.signal(signal.SIGINT, handler)  # which a process that is started inherits, as far as it is ignored
+    try:
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert run.returncode == status, run.stderr
     assert said in run.stderr
     assert "Traceback" not in run.stderr

@@ -71,6 +71,11 @@ class ThreadFailures:
     def listen(self, patches: Patches) -> None:
         """Hears of threads that end with an error, from now on."""
         patches.wrap(threading, "excepthook", self._ended)
+        # What a shell starts in the background ignores interruptions, of which Python then hears nothing.
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._interrupted)
+            patches.add("signal handler", "SIGINT", self._ignore_again)
 
     def end(self) -> None:
         """Hears that the script is over, and interrupts nothing any more."""
@@ -82,6 +87,14 @@ class ThreadFailures:
         except KeyboardInterrupt:
             if self.failure is None:
                 raise
+
+    def _interrupted(self, *_: Any) -> None:
+        if self.failure is not None:
+            raise KeyboardInterrupt
+
+    def _ignore_again(self) -> None:
+        if signal.getsignal(signal.SIGINT) == self._interrupted:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _ended(self, original: Callable[..., Any], args: Any) -> None:
         error = args.exc_value
