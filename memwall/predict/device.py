@@ -89,7 +89,7 @@ class DeviceModel(Process):
         self._known: dict[int, tuple[Step, EventTrace]] = {}
         """Requests of the last few steps to the allocator, by the identity of the storages that decide them."""
         self._figures: dict[int, Figures] = {}
-        """What the allocator does with them under torch's default settings, in the same way."""
+        """Hold what the allocator does with them under torch's default settings, in the same way."""
 
     def free(self, step: Step) -> Resident:
         return self.untreated(step)

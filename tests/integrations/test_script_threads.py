@@ -1,4 +1,4 @@
-"""What memwall refuses in a thread of a script ends the script, whatever that and its other threads wait for."""
+"""A refusal in a thread of a script ends the script, whatever that and its other threads wait for."""
 
 import signal
 import subprocess

@@ -9,7 +9,7 @@ import torch
 from memwall.patches import Patches
 
 _FUNCTIONS = ("backward", "grad")
-"""What of torch.autograd every backward is begun by."""
+"""Names the functions of torch.autograd by which every backward begins."""
 
 
 class BareSteps:
