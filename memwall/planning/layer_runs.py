@@ -45,15 +45,17 @@ def layer_runs(
     is_plain = all(modules[layer].is_leaf and modules[layer].container == "sequential" for layer in layers)
     if not is_plain or len(layers) < _FEWEST_LAYERS:
         return ()
-    if any(len(calls.get(layer, ())) != len(calls[sequence]) for layer in layers):
+    # A recording that ends as the sequence is called once more, for an evaluation, has that call without operations.
+    wholes = [call for call in calls[sequence] if call.start < call.end]
+    if any(len(calls.get(layer, ())) != len(wholes) for layer in layers):
         return ()
-    rows = [[calls[layer][number] for layer in layers] for number in range(len(calls[sequence]))]
-    for whole, row in zip(calls[sequence], rows, strict=True):
+    rows = [[calls[layer][number] for layer in layers] for number in range(len(wholes))]
+    for whole, row in zip(wholes, rows, strict=True):
         ends = [whole.start, *(call.end for call in row)]
         starts = [*(call.start for call in row), whole.end]
         if any(end > start for end, start in zip(ends, starts, strict=True)):
             return ()
-    if any(_is_among(calls[other], calls[sequence]) for other in calls.keys() - {sequence, *layers}):
+    if any(_is_among(calls[other], wholes) for other in calls.keys() - {sequence, *layers}):
         return ()
     written = {index for op in step.ops for index in op.writes}
     least_bytes = _LEAST_SHARE * saved_bytes[sequence]

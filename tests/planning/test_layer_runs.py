@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from msgspec.structs import replace
 from plain_cnn import Network, features
 from torch import Tensor, nn
 
@@ -93,6 +94,17 @@ def test_no_run_begins_with_a_layer_that_writes_to_what_it_is_called_with() -> N
 @pytest.mark.parametrize("model", [nn.Sequential(*features()), Network(Named(*features()))], ids=["root", "named"])
 def test_a_root_and_a_class_with_the_same_forward_are_divided_too(model: nn.Module) -> None:
     assert any(":" in path for path in paths(model))
+
+
+def test_a_call_that_ends_the_recording_is_no_call_of_the_layers() -> None:
+    """GIVEN a root whose evaluation ended the recorded step, as it began WHEN it is looked at THEN it is divided."""
+    trace, step, blocks = recorded(nn.Sequential(*features()))
+    end = len(step.ops)
+    root = next(call for call in step.calls if call.module == 0)
+    evaluated = replace(root, start=end, end=end, backward_start=-1, backward_end=-1)
+    found = find_blocks(trace, replace(step, calls=(*step.calls, evaluated)))
+    assert [block.path for block in found] == [block.path for block in blocks]
+    assert any(":" in block.path for block in found)
 
 
 @pytest.mark.parametrize(
