@@ -14,6 +14,7 @@ from memwall.errors import UsageError
 from memwall.integrations.scripts import ample_room
 from memwall.integrations.scripts.ample_room import AmpleRoom
 from memwall.integrations.scripts.late_parking import LateParking
+from memwall.machine.meter import process_bytes
 from memwall.patches import active
 
 BUDGET_BYTES = 1 << 30
@@ -244,3 +245,19 @@ def test_what_stays_is_as_autograd_has_it(tmp_path: Path) -> None:
     result.add_(1.0)
     with pytest.raises(RuntimeError, match="modified in place"):
         result.sum().backward()
+
+
+def test_what_a_step_frees_is_returned_once_too_much_is_held(tmp_path: Path) -> None:
+    """GIVEN a step that passes its quarter WHEN it frees blocks and makes larger ones THEN they are not there twice."""
+    held_bytes, size = process_bytes(), 1 << 20
+    parking, model = LateParking(held_bytes // 3, str(tmp_path), None), nn.Linear(4, 4)
+    torch.zeros(size, dtype=torch.uint8)  # malloc no longer maps blocks of this size, each of which it would return
+    parking.begin(model)
+    model(torch.ones(3, 4)).exp().sum().backward()  # opens it, for exp saves its result
+    blocks = [torch.zeros(size, dtype=torch.uint8) for _ in range(64)]
+    del blocks[::2]
+    larger = [torch.zeros(3 * size, dtype=torch.uint8) for _ in range(8)]
+    live_bytes = sum(block.nbytes for block in (*blocks, *larger))
+    grown_bytes = process_bytes() - held_bytes
+    parking.end()
+    assert grown_bytes < live_bytes + 16 * size

@@ -1,6 +1,8 @@
 """Moves what a step saves for backward to disk from the moment on at which the process holds too much.
 
-Nothing is loaded for that before, and nothing else of the step is changed.
+Nothing is loaded for that before. What is freed from then on is returned to the system before the process holds three
+quarters of its budget: malloc keeps it, and a backward that is differentiated, as that of a physics-informed network,
+frees and makes blocks of many sizes.
 """
 
 import logging
@@ -11,17 +13,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from memwall.machine.meter import process_bytes
+from memwall.patches import undo_all
 from memwall.torch_internals.autograd import SavedTensorHooksBeneath
 from memwall.torch_internals.saved import Kept, check_unmodified
 
 _log = logging.getLogger(__name__)
+
+_SHARE_OF_BUDGET = 3
+"""Quarters of the budget that a process holds when free pages are returned: the last is for what is in no tensor."""
 
 
 class LateParking:
     """Has tensors that are saved for backward go to disk once a process holds too much, and stay before that.
 
     Args:
-        most_bytes: what the process may hold before they do.
+        most_bytes: what the process may hold before they do, a quarter of its budget.
         disk: the folder; None for the default one.
         capacity_bytes: the most to take of it; None for what is free there.
     """
@@ -32,7 +38,7 @@ class LateParking:
         self._thread = 0
         self._model: nn.Module | None = None
         self._engine: Any = None
-        self._close: Callable[[], None] = lambda: None
+        self._ends: list[Callable[[], None]] = []
 
     def begin(self, model: nn.Module) -> None:
         """Looks at what is saved from now on, in this thread."""
@@ -51,8 +57,8 @@ class LateParking:
         if hooks is not None and threading.get_ident() == self._thread:
             hooks.end()
         self._engine = None
-        close, self._close = self._close, lambda: None
-        close()
+        ends, self._ends = self._ends, []
+        undo_all(ends)
 
     def _pack(self, tensor: Tensor) -> Any:
         if self._hooks is None or (self._engine is None and process_bytes() <= self._most_bytes):
@@ -70,11 +76,13 @@ class LateParking:
         return tensor
 
     def _open(self) -> None:
-        from memwall.apply.offload.parking import open_engine  # 10 MiB and 0.3 s, that few runs need
+        # 10 MiB and 0.3 s, that few runs need
+        from memwall.apply.memory.allocator import AllocatorHandler
+        from memwall.apply.offload.parking import open_engine
         from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES
 
         assert self._model is not None
-        self._engine, self._close = open_engine(
+        self._engine, close = open_engine(
             [self._model],
             disk=self._disk,
             capacity_bytes=self._capacity_bytes,
@@ -82,4 +90,7 @@ class LateParking:
             min_bytes=MIN_MOVED_BYTES,
             holds_sources=False,
         )
+        allocator = AllocatorHandler()
+        self._ends += [close, allocator.undo]
+        allocator.apply_tight(_SHARE_OF_BUDGET * self._most_bytes, WINDOW_BYTES)
         _log.info("the first step holds more than a quarter of its budget: what is saved from here on goes to disk")
