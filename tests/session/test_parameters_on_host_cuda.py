@@ -155,6 +155,13 @@ def refused(budget_bytes: int, **settings: bool) -> int:
 
 
 @SMALL_CONTEXT
+def test_a_budget_without_room_for_two_layers_is_refused_with_one_that_has_it() -> None:
+    """GIVEN less than comes back to the first step at once WHEN that has ended THEN the run is refused as others are:
+    that parameters come back is no operation, which would get its memory by itself."""
+    assert 4 * MODEL_BYTES + 32 * MIB > refused(36 * MIB) > MODEL_BYTES + 32 * MIB
+
+
+@SMALL_CONTEXT
 def test_parts_of_a_batch_clipping_an_evaluation_and_a_state_dict_see_the_same() -> None:
     def run(budget_bytes: int) -> tuple[str, list[float], int]:
         torch.manual_seed(0)

@@ -15,6 +15,7 @@ from torch import Tensor
 from memwall.apply.streaming.places import Streamed, StreamingPlace
 from memwall.errors import ApplyError
 from memwall.store.paged import WriteBehind
+from memwall.store.room import with_room
 from memwall.torch_internals.dispatch import disabled_torch_function, make_wrapper, without_dispatch_modes
 from memwall.torch_internals.operators import schema_of
 from memwall.torch_internals.storages import weak_tensor_dict
@@ -177,7 +178,7 @@ class GradientStore:
         """Puts the gradient back into memory for good."""
         assert self.handle is not None
         with without_dispatch_modes():
-            handle, taken = self.handle, self.load().clone()
+            handle, taken = self.handle, with_room(self.load().clone)
         if self._plain is not None:
             plain, stands_for = self._plain
             stands_for(taken, plain)

@@ -8,6 +8,7 @@ from torch import Tensor
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.streaming.resized import ResizedTensor, RoundTripProof
 from memwall.store.paged import PagedTensor, WrittenBehind
+from memwall.store.room import with_room
 from memwall.store.scratch import Slot
 from memwall.store.transfer import TransferPool
 
@@ -165,7 +166,7 @@ class HostPlace:
 
     def like(self, tensor: Tensor, label: str) -> ResizedTensor:
         """Returns one in memory of its own."""
-        return ResizedTensor(self._space, torch.empty_like(tensor), label, self._proof)
+        return ResizedTensor(self._space, with_room(lambda: torch.empty_like(tensor)), label, self._proof)
 
     def set_proving(self, is_proving: bool) -> None:
         """Has what leaves the device from now on compared with what comes back, or no longer."""

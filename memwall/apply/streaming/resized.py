@@ -13,6 +13,7 @@ from memwall.apply.blocks.digests import Digest, difference, digest_of
 from memwall.apply.optimizer_state.pinned import PinnedSpace, StreamCopy
 from memwall.errors import NotExactError
 from memwall.store.pinned_arena import PinnedSlot
+from memwall.store.room import with_room
 from memwall.store.scratch import Slot
 from memwall.torch_internals.dispatch import without_dispatch_modes
 
@@ -164,7 +165,8 @@ class ResizedTensor:
             self._place = None
 
     def _resize(self, num_bytes: int) -> None:
-        self.tensor.untyped_storage().resize_(num_bytes)
+        storage = self.tensor.untyped_storage()
+        with_room(lambda: storage.resize_(num_bytes))  # no operation, which would be repeated by itself
 
     def _bytes(self) -> Tensor:
         """Returns its memory as bytes, with a version of its own: graphs that saved it see no write."""
