@@ -181,6 +181,38 @@ def test_autocast_is_in_force_again_although_backward_runs_outside_of_it(
         assert_same_bits(after_a_step(model, loss), expected)
 
 
+class Waves(nn.Module):
+    """Ends with an operation whose result its own backward does not need, and begins with the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2.0, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sin() * self.weight).sin()
+
+
+@pytest.mark.parametrize("kept", [{}, {0: "aten.sin.default"}, {2: "aten.sin.default"}])
+def test_several_backwards_of_one_graph_give_the_gradients_of_plain_ones(
+    kept: dict[int, str], recomputed: Recomputed, after_a_step: AfterAStep, assert_same_bits: AssertSameBits
+) -> None:
+    """GIVEN losses that share their blocks WHEN each has its own backward THEN kept results serve the first of them."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Waves(), Waves()), torch.randn(5, 6)
+
+    def loss() -> Tensor:
+        out = model(batch)
+        for _ in range(2):
+            torch.autograd.grad(out.square().sum(), list(model.parameters()), retain_graph=True)
+        out.cos().sum().backward(retain_graph=True)
+        return out.square().sum()
+
+    expected = after_a_step(model, loss)
+    action = {"kept_ops": tuple(kept), "kept_names": tuple(kept.values())}
+    with recomputed(model, *(Recompute(block=block, **action) for block in "01")):
+        assert_same_bits(after_a_step(model, loss), expected)
+
+
 def test_a_graph_built_before_undo_still_has_its_backward(recomputed: Recomputed, after_a_step: AfterAStep) -> None:
     torch.manual_seed(0)
     model, batch = nn.Sequential(Dropping()), torch.randn(5, 6)

@@ -7,7 +7,7 @@ statistics that are updated once, key-value caches that are not extended twice, 
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -210,7 +210,7 @@ class _Call:
         kept = self.kept
         settings: dict[str, Any] = {}
         if kept is not None:
-            settings["context_fn"] = lambda: create_selective_checkpoint_contexts(kept)
+            settings["context_fn"] = lambda: _contexts_of(kept)
         out = checkpoint(self._run, *tensors, use_reentrant=False, **settings)
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -305,6 +305,31 @@ def _alone(*, is_watched: bool) -> Iterator[None]:
         if is_watched:
             stack.enter_context(_Watched())  # type: ignore[no-untyped-call]
         yield
+
+
+def _contexts_of(kept: KeptOperations) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Returns torch's contexts of a first run and of later ones, of which only the first is given what was kept.
+
+    torch lets go of a kept result as it hands it out, and refuses another backward of the same graph
+    (`retain_graph=True`). That one runs all operations again.
+    """
+    first, again = create_selective_checkpoint_contexts(kept)
+    return first, _Once(again)
+
+
+class _Once(AbstractContextManager[None]):
+    """Enters a context the first time, and later one that does nothing but to be a mode, as that is."""
+
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        self._left: AbstractContextManager[Any] | None = context
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        context, self._left = self._left, None
+        self._entered.enter_context(_Watched() if context is None else context)  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.__exit__(*raised)
 
 
 class _Watched(TorchDispatchMode):
