@@ -80,6 +80,7 @@ def infeasible_message(
     evaluation_bytes: int = 0,
     plain_bytes: int | None = None,
     first_step_bytes: int = 0,
+    before_bytes: int = 0,
 ) -> str:
     """Returns one message: what was asked, what was found, what to do.
 
@@ -90,6 +91,7 @@ def infeasible_message(
         parameters_stay: why parameters and gradients cannot be on disk, if they cannot.
         plain_bytes: what the process is foreseen to hold with nothing done; None where no run has begun.
         first_step_bytes: what the recorded step held on a device, where that is what no smaller budget has room for.
+        before_bytes: what the process held before that step, where that is it.
     """
     parameters = sum(s.nbytes for s in trace.steps[0].storages if s.category == "parameter")
     gains_nothing = plain_bytes is not None and plain_bytes <= smallest_bytes
@@ -107,6 +109,11 @@ def infeasible_message(
         *(
             [f"the first step held {format_bytes(first_step_bytes, rounding='up')}: {STATE_IN_FIRST_STEP}"]
             if first_step_bytes
+            else []
+        ),
+        *(
+            [f"before its first step the script held {format_bytes(before_bytes, rounding='up')}, in work of its own"]
+            if before_bytes
             else []
         ),
         *([f"parameters and gradients stay in memory: {parameters_stay}"] if parameters_stay else []),

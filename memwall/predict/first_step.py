@@ -16,6 +16,8 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     """The most that it would hold with parameters and gradients in memory; 0 where they were."""
     stays_from_bytes: int
     """Smallest budget with which a first step keeps parameters and gradients in memory."""
+    before_bytes: int = 0
+    """The most that the process held before it, in what the script does there; 0 where that was nothing new."""
     left_out_bytes: int = 0
     """Bytes that it would hold besides, had it run the blocks that it left out."""
     others_bytes: int = 0
@@ -43,8 +45,11 @@ class FirstStep(Struct, frozen=True, kw_only=True):
         [310, 440]
         >>> first.least_budget_bytes(200, asked_bytes=305, budget_for=lambda held: held + 10)
         305
+        >>> sampled = FirstStep(needed_bytes=300, before_bytes=350, in_memory_bytes=0, stays_from_bytes=0)
+        >>> sampled.least_budget_bytes(200, asked_bytes=100, budget_for=lambda held: held + 10)
+        360
         """
-        needed_bytes = self.needed_bytes + self.left_out_bytes
+        needed_bytes = max(self.needed_bytes + self.left_out_bytes, self.before_bytes)
         kept_to_bytes = asked_bytes if asked_bytes >= needed_bytes else math.inf
         as_it_ran = max(smallest_bytes, int(min(budget_for(needed_bytes), kept_to_bytes)))
         # The process differs from run to run by about the margin: near the border either may happen.

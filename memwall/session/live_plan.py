@@ -195,6 +195,7 @@ class LivePlan:
                 needed_bytes=max(first.needed_bytes, earlier.needed_bytes),
             )
         if self.trace.device == "cpu":
+            first = msgspec.structs.replace(first, before_bytes=self._measured.before_bytes)
             first = with_average(with_loaders(first, self.trace), self.trace, self._borders.attached_model)
             if self._borders.phase == "evaluation":  # what has ended the recording is that one begins
                 first = with_evaluation(first, self.trace, self._borders.attached_model, self._borders.input_shape)

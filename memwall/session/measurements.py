@@ -10,7 +10,7 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from memwall.machine.device_peaks import AllocatorPeak, SeparatePeaks, reserved_peaks
-from memwall.machine.meter import CudaMeter, HostMeter, Meter, meter_of
+from memwall.machine.meter import CudaMeter, HostMeter, Meter, meter_of, process_peak_bytes
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
 from memwall.torch_internals.storages import sparse_indices, sparse_values
@@ -25,6 +25,10 @@ class Measurements(Struct, kw_only=True):
     """The most that torch's segments held on each device before the session began."""
     meter: Meter = msgspec.field(default_factory=HostMeter)
     """Knows the process bytes of the device that the model is on, which are meant below."""
+    begin_peak_bytes: int = msgspec.field(default_factory=process_peak_bytes)
+    """The most that the process held before the session began."""
+    before_bytes: int = 0
+    """The most that it held between that and the first forward, where that was more: of a run on a CPU."""
     first_step_peak_bytes: int = 0
     peak_bytes: int = 0
     """Highest process bytes of the steps under the plan."""
@@ -89,7 +93,9 @@ class Measurements(Struct, kw_only=True):
             index = torch.cuda.current_device() if self.meter.place.index is None else self.meter.place.index
             if self.meter.allocator_peak().reserved_bytes == self.reserved_before.get(index):
                 self.meter.reset_peak()  # what was held before the session is none of its budget's
-        self.note_peak()
+        peak_bytes = self.note_peak()
+        if self.meter.device == "cpu" and not self.num_steps and peak_bytes > self.begin_peak_bytes:
+            self.before_bytes = peak_bytes
 
     def end_run(self) -> None:
         """Leaves torch's peaks to the script."""

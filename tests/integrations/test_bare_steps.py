@@ -49,6 +49,38 @@ def test_a_script_without_a_model_is_refused_before_its_second_step(
     assert re.search(r"the smallest feasible one is [\d.,]+ \w+,", said.err)
 
 
+ENERGY = """
+import torch
+net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.SiLU(), torch.nn.Linear(256, 1))
+optimizer = torch.optim.Adam(net.parameters())
+for _ in range(3):
+    net.requires_grad_(False)
+    drawn = torch.rand(32, 64, requires_grad=True)
+    for _ in range(4):
+        net(drawn).sum().backward()
+        drawn.data.add_(drawn.grad, alpha=-0.1)
+        drawn.grad = None
+    net.requires_grad_(True)
+    loss = net(drawn.detach()).mean() - net(torch.rand(32, 64)).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_is_frozen_while_samples_are_drawn_from_it_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GIVEN an energy model, whose samples come first WHEN nothing fits THEN its training step is what is judged."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(ENERGY)
+    assert main(["run", "--budget", "64MiB", "train.py"]) == 3
+    said = capsys.readouterr().err
+    assert "has called no model" not in said
+    assert re.search(r"the smallest feasible one is [\d.,]+ \w+,", said)
+
+
 def test_every_way_to_compute_gradients_is_heard_of_until_the_end() -> None:
     weight, heard = nn.Parameter(torch.ones(3)), []
     bare = BareSteps(lambda: heard.append(1))

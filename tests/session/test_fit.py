@@ -19,7 +19,7 @@ import memwall
 from memwall.apply.memory.allocator import hooked_heap
 from memwall.errors import ApplyError, InfeasibleError, PlanError, UsageError
 from memwall.integrations.accelerate import MemwallPlugin
-from memwall.machine.meter import HeldBytes, process_bytes
+from memwall.machine.meter import HeldBytes, process_bytes, process_peak_bytes
 from memwall.planning.action import Action
 from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
@@ -184,6 +184,25 @@ def test_a_budget_that_cannot_be_met_says_what_can(tmp_path: Path) -> None:
         run()
     assert caught.value.smallest_feasible_bytes > caught.value.budget_bytes == 10 << 20
     assert any("--allow precision" in line for line in caught.value.relaxations)
+
+
+@pytest.mark.slow
+def test_the_budget_that_can_be_met_has_room_for_what_comes_before_the_first_step(tmp_path: Path) -> None:
+    """GIVEN a script whose own work holds more than its steps WHEN nothing fits THEN what is told has room for it."""
+    case = MODELS["gpt"]("tiny")
+    optimizer = torch.optim.AdamW(case.model.parameters())
+
+    def run() -> None:
+        with memwall.fit(case.model, optimizer, budget="10MiB", disk=str(tmp_path)):
+            torch.ones((process_peak_bytes() - process_bytes() + 64 * MIB) // 4)
+            for _ in range(2):
+                case.loss(case.model, case.batch).backward()
+                optimizer.step()
+
+    before_bytes = process_peak_bytes()
+    with pytest.raises(InfeasibleError, match="before its first step the script held") as caught:
+        run()
+    assert caught.value.smallest_feasible_bytes > before_bytes + 32 * MIB
 
 
 @pytest.mark.slow

@@ -50,6 +50,8 @@ class ScriptWatch:
         """Models that were taken for gone, and those of them that were called again."""
         self._of_copies = weakref.WeakSet[torch.optim.Optimizer]()
         """Optimizers that train what a model is called with in place of its parameters."""
+        self._waiting = weakref.WeakSet[torch.optim.Optimizer]()
+        """Optimizers that were found before any model was called whose parameters are trained."""
         self._running = 0
         """The model that is being called."""
         self._forwards, self._thread = ForwardCalls(), TrainingThread(script)
@@ -136,6 +138,17 @@ class ScriptWatch:
         """Returns the optimizers of a model whose step has begun before the model was called for the first time."""
         early, self._early = self._early, []
         return [optimizer for optimizer in early if trains(optimizer, model)]
+
+    @property
+    def has_all_frozen(self) -> bool:
+        """Tells whether the script has optimizers, and has frozen all that they train.
+
+        A backward is then that of an input, as where samples are drawn from an energy, and no step of theirs.
+        """
+        if not self._waiting:
+            self._waiting = weakref.WeakSet(one for one in optimizers_alive() if one not in self._foreign)
+        groups = [group for optimizer in self._waiting for group in optimizer.param_groups]
+        return bool(groups) and not any(one.requires_grad for group in groups for one in group["params"])
 
     @property
     def has_missed_steps(self) -> bool:

@@ -240,6 +240,9 @@ class RecordingSearch:
         helps, smallest, first = self._relaxations(), self.smallest_bytes(), self.settings.first_step
         if smallest <= self.settings.budget_bytes:
             smallest = self._smallest_found() or smallest
+        before_bytes = 0 if first is None else first.before_bytes
+        if smallest != self._process.budget_for(before_bytes):
+            before_bytes = 0
         evaluated = [SearchAtLocation(self._inputs, location).evaluation_bytes for location in self._leanest_locations]
         return InfeasibleError(
             infeasible_message(
@@ -252,8 +255,9 @@ class RecordingSearch:
                 evaluation_batch=0 if first is None else first.evaluation_batch,
                 evaluation_bytes=min(evaluated),
                 first_step_bytes=self._binding_first_step_bytes,
+                before_bytes=before_bytes,
                 plain_bytes=None
-                if first is None or first.evaluation_batch or self.trace.device != "cpu"
+                if first is None or first.evaluation_batch or before_bytes or self.trace.device != "cpu"
                 else self._process.free(self.steady).process_bytes,
             ),
             budget_bytes=self.settings.budget_bytes,
