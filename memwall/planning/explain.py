@@ -78,6 +78,7 @@ def infeasible_message(
     is_running: bool = False,
     evaluation_batch: int = 0,
     evaluation_bytes: int = 0,
+    without_copies_bytes: int = 0,
     plain_bytes: int | None = None,
     first_step_bytes: int = 0,
     before_bytes: int = 0,
@@ -88,13 +89,15 @@ def infeasible_message(
         is_running: a run has begun, and may do other things than its training steps.
         evaluation_batch: samples of an evaluation that the smallest budget has room for; 0 where none is known.
         evaluation_bytes: what the process is foreseen to hold in that.
+        without_copies_bytes: the smallest budget for the steps alone, where copies of the weights between them are what
+            decides; 0 where they do not.
         parameters_stay: why parameters and gradients cannot be on disk, if they cannot.
         plain_bytes: what the process is foreseen to hold with nothing done; None where no run has begun.
         first_step_bytes: what the recorded step held on a device, where that is what no smaller budget has room for.
         before_bytes: what the process held before that step, where that is it.
     """
     parameters = sum(s.nbytes for s in trace.steps[0].storages if s.category == "parameter")
-    gains_nothing = plain_bytes is not None and plain_bytes <= smallest_bytes
+    gains_nothing = plain_bytes is not None and plain_bytes <= (without_copies_bytes or smallest_bytes)
     is_small = gains_nothing and (plain_bytes or 0) - trace.base_bytes < _SMALL_STEP_BYTES
     largest = max(trace.modules, key=lambda module: module.parameter_bytes, default=None)
     lines = [
@@ -105,6 +108,7 @@ def infeasible_message(
         f"{format_bytes(parameters)} parameters"
         + (f" (largest: {largest.path or largest.class_name})" if largest is not None else ""),
         *([_outside(trace.micro_batch, evaluation_batch, evaluation_bytes)] if is_running else []),
+        *([_with_copies(without_copies_bytes)] if without_copies_bytes else []),
         *([_without_gain(plain_bytes or 0, is_small=is_small)] if gains_nothing else []),
         *(
             [f"the first step held {format_bytes(first_step_bytes, rounding='up')}: {STATE_IN_FIRST_STEP}"]
@@ -131,6 +135,13 @@ def _without_gain(plain_bytes: int, *, is_small: bool) -> str:
     return (
         f"with nothing done it would hold about {format_bytes(plain_bytes)}, some 30 MiB of which are memwall's own: "
         f"{advice}"
+    )
+
+
+def _with_copies(without_bytes: int) -> str:
+    return (
+        "gradients are let go one by one, so that a digest of all weights between steps holds more than a step: two "
+        f"copies of them are in that; a script that makes none needs {format_bytes(without_bytes, rounding='up')}"
     )
 
 

@@ -1,12 +1,16 @@
-"""Foresees what an evaluation holds from a recorded training step: its forward, without what backward would need."""
+"""Foresees from a recorded training step what runs between steps holds: an evaluation, and copies of the weights.
+
+An evaluation is the step's forward, without what backward would need.
+"""
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import torch
 
-from memwall.predict.curve import live_peak_bytes
+from memwall.predict.curve import live_curve, live_peak_bytes
 from memwall.trace.records import Step, Storage, Trace
 from memwall.trace.recurrent import LAYER
 
@@ -14,6 +18,10 @@ from memwall.trace.recurrent import LAYER
 # twice this, and writes to half of it.
 _RECURRENT_SHARE = 3 / 16
 HALF_PRECISION = ("bfloat16", "float16")
+# Weights that are joined, and then made bytes of for a digest, are there three times.
+_NUM_COPIES = 2
+# Part of a step's gradients that is there at once at most where they are let go one by one.
+_GRADIENTS_AT_ONCE = 0.5
 
 
 def evaluation_bytes(
@@ -45,6 +53,35 @@ def evaluation_bytes(
     most_bytes = max(live_peak_bytes(forward, trace.device) for forward in forwards)
     # The workspace is what the process has beside tensors, Python's objects say: it does not grow with the batch.
     return trace.base_bytes + trace.workspace_bytes + most_bytes
+
+
+def copying_bytes(trace: Trace, recorded: Step, step: Step) -> int:
+    """Returns what the process holds between steps with two copies of the weights that train; 0 where that is no more.
+
+    A step with all gradients at once, and an optimizer's temporaries, has about as much. One whose optimizers step
+    within its backward, and let each gradient go, has not.
+
+    Args:
+        recorded: the step as it ran.
+        step: the same, with state and parameters where a plan has them.
+    """
+    if not _has_steps_in_backward(recorded):
+        return 0
+    gradients = [storage for storage in recorded.storages if storage.category == "gradient"]
+    gradient_bytes = sum(storage.nbytes for storage in gradients)
+    at_once_bytes = live_curve(gradients, len(recorded.ops), device=trace.device).max()
+    if at_once_bytes > _GRADIENTS_AT_ONCE * gradient_bytes:
+        return 0
+    end = len(step.ops)
+    stand = (one for one in step.storages if one.device_type == trace.device and (one.birth < 0 or one.death >= end))
+    standing_bytes = sum(storage.nbytes for storage in stand)
+    return trace.base_bytes + trace.workspace_bytes + standing_bytes + _NUM_COPIES * gradient_bytes
+
+
+def _has_steps_in_backward(step: Step) -> bool:
+    """Returns whether a backward goes on after an optimizer has stepped."""
+    phases = [name for name, _ in step.marks if name != "other"]
+    return ("optimizer", "backward") in pairwise(phases)
 
 
 def _are_parts(storages: Sequence[Storage], trace: Trace) -> bool:

@@ -7,7 +7,7 @@ from torch import nn
 
 import memwall
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
-from memwall.predict.evaluation import evaluation_bytes
+from memwall.predict.evaluation import copying_bytes, evaluation_bytes
 from memwall.torch_internals.profiler import begin_watching_allocations, end_watching_allocations
 from memwall.trace.trace_builder import TraceBuilder
 
@@ -86,6 +86,30 @@ def test_gradients_stand_that_the_next_step_lets_go_of() -> None:
     trace = builder.trace(optimizer)
     gone, kept = (evaluation_bytes(trace, trace.steps[0], batch=8, keeps_gradients=keeps) for keeps in (False, True))
     assert kept - gone == 4 * MIB
+
+
+@pytest.mark.parametrize("is_in_backward", [True, False])
+def test_copies_of_the_weights_count_where_gradients_are_let_go_one_by_one(is_in_backward: bool) -> None:
+    """GIVEN four weights of 4 MiB with a momentum each WHEN each is stepped in backward THEN no step has room for two
+    copies; a step with all gradients has."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    optimizers = [torch.optim.SGD([weight], lr=0.1, momentum=0.9) for weight in model.parameters()]
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for optimizer, weight in zip(optimizers, model.parameters(), strict=True) if is_in_backward else ():
+        weight.register_post_accumulate_grad_hook(lambda _, each=optimizer: step(each))
+    builder = TraceBuilder([model])
+    builder.start_step(optimizers)
+    model(torch.zeros(8, 1024)).sum().backward()
+    for optimizer in () if is_in_backward else optimizers:
+        step(optimizer)
+    builder.finish_step(optimizers)
+    trace = msgspec.structs.replace(builder.trace(optimizers), base_bytes=100 * MIB, workspace_bytes=0)
+    expected = 100 * MIB + (4 + 4 + 2 * 4) * 4 * MIB if is_in_backward else 0
+    assert abs(copying_bytes(trace, trace.steps[0], trace.steps[0]) - expected) <= MIB
 
 
 def test_a_recurrent_layer_keeps_no_gates_in_an_evaluation() -> None:

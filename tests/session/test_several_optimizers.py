@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
-from memwall.errors import ApplyError, UsageError
+from memwall.errors import ApplyError, InfeasibleError, UsageError
+from memwall.machine.meter import process_bytes
 from memwall.planning.planfile import Plan
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.recompute import Recompute
@@ -322,6 +323,28 @@ def test_room_is_left_once_the_last_of_them_has_stepped(monkeypatch: pytest.Monk
         train_in_backward(model, optimizers)
     num_optimizers = len(optimizers)
     assert {number * num_optimizers for number in (1, 2, 3)} <= set(left)
+
+
+@pytest.mark.slow
+def test_the_smallest_budget_has_room_for_a_digest_of_all_weights_where_a_step_has_none() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
+    parameters = list(model.parameters())
+    optimizers = {parameter: torch.optim.AdamW([parameter], lr=1e-2) for parameter in parameters}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(step)
+    held_bytes = process_bytes()
+    said = "two copies of them are in that; a script that makes none needs"
+    with memwall.fit(model, [*optimizers.values()], budget=64 * MIB):
+        model(torch.ones(4, 512)).square().mean().backward()
+        with pytest.raises(InfeasibleError, match=said) as told:
+            model(torch.ones(4, 512))
+    assert told.value.smallest_feasible_bytes >= held_bytes + (2 + 2) * 16 * MIB  # moments and copies
 
 
 # What fit takes.

@@ -202,21 +202,25 @@ class RecordingSearch:
         Of a run that has begun, one that its first step keeps to as well.
         """
         if self._smallest_bytes is None:
-            smallest_bytes = self._least_plan_bytes
-            first = self.settings.first_step
-            if first is not None:
-                if not self.can_fill:
-                    # The next run's step is recorded anew: what is foreseen from it may differ by a margin.
-                    smallest_bytes = self._process.budget_for(smallest_bytes)
-                smallest_bytes = first.least_budget_bytes(
-                    smallest_bytes,
-                    asked_bytes=self.settings.budget_bytes,
-                    budget_for=self._process.budget_for,
-                )
-                if first.others_bytes and self._process.budget_for(smallest_bytes) >= first.built_from_bytes:
-                    smallest_bytes = max(smallest_bytes, self._smallest_with_others(first))
-            self._smallest_bytes = smallest_bytes
+            self._smallest_bytes = self._kept_to_from(max(self._least_plan_bytes, self._copying_bytes))
         return self._smallest_bytes
+
+    def _kept_to_from(self, smallest_bytes: int) -> int:
+        """Returns the smallest budget that a whole run keeps to, of one that has room for what is foreseen."""
+        first = self.settings.first_step
+        if first is None:
+            return smallest_bytes
+        if not self.can_fill:
+            # The next run's step is recorded anew: what is foreseen from it may differ by a margin.
+            smallest_bytes = self._process.budget_for(smallest_bytes)
+        smallest_bytes = first.least_budget_bytes(
+            smallest_bytes,
+            asked_bytes=self.settings.budget_bytes,
+            budget_for=self._process.budget_for,
+        )
+        if first.others_bytes and self._process.budget_for(smallest_bytes) >= first.built_from_bytes:
+            smallest_bytes = max(smallest_bytes, self._smallest_with_others(first))
+        return smallest_bytes
 
     def _smallest_with_others(self, first: FirstStep) -> int:
         """Returns the smallest budget where other models' parameters are built in memory, and no plan moves them."""
@@ -228,6 +232,12 @@ class RecordingSearch:
         searches = (SearchAtLocation(self._inputs, where, packs=self._can_pack) for where in self._leanest_locations)
         return min(search.smallest_bytes() for search in searches)
 
+    @cached_property
+    def _copying_bytes(self) -> int:
+        """Returns the smallest budget with room for copies of the weights between steps, as far as those count."""
+        held = (SearchAtLocation(self._inputs, where).copying_bytes for where in self._leanest_locations)
+        return self._process.budget_for(min(held))
+
     @property
     def _leanest_locations(self) -> tuple[Location, ...]:
         last = [part.plus(self._offers.leanest) for part in self._offers.last_resorts[-1:]]
@@ -238,6 +248,7 @@ class RecordingSearch:
     def infeasible(self) -> InfeasibleError:
         """Says by how much, and what would help."""
         helps, smallest, first = self._relaxations(), self.smallest_bytes(), self.settings.first_step
+        without_copies = self._kept_to_from(self._least_plan_bytes)
         if smallest <= self.settings.budget_bytes:
             smallest = self._smallest_found() or smallest
         before_bytes = 0 if first is None else first.before_bytes
@@ -254,6 +265,7 @@ class RecordingSearch:
                 is_running=first is not None,
                 evaluation_batch=0 if first is None else first.evaluation_batch,
                 evaluation_bytes=min(evaluated),
+                without_copies_bytes=without_copies if without_copies < smallest else 0,
                 first_step_bytes=self._binding_first_step_bytes,
                 before_bytes=before_bytes,
                 plain_bytes=None

@@ -34,6 +34,7 @@ from memwall.planning.step_under_plan import evaluation_under_actions, step_unde
 from memwall.planning.technique import technique_of, techniques
 from memwall.predict.call_rules import Treatment
 from memwall.predict.curve import live_peak_bytes, step_seconds
+from memwall.predict.evaluation import copying_bytes
 from memwall.predict.process import Resident
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step
@@ -120,6 +121,15 @@ class SearchAtLocation:
             return 0
         held_bytes = evaluation_under_actions(self._trace, self._steady, self._location.actions, first)
         return held_bytes + self._location.grown_bytes
+
+    @property
+    def copying_bytes(self) -> int:
+        """Returns what the process is foreseen to hold with copies of its weights between steps, where that counts."""
+        if self._settings.first_step is None or self._trace.device != "cpu":
+            return 0
+        step = step_under_actions(self._trace, self._steady, self._location.actions)
+        held_bytes = copying_bytes(self._trace, self._steady, step)
+        return held_bytes and held_bytes + self._location.grown_bytes
 
     @property
     def _evaluated_bytes(self) -> int:
