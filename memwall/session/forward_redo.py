@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memwall.apply.blocks.added_gradients import AddedGradients
 from memwall.apply.memory.exhaustion import Exhaustion, forget_frames, is_exhaustion
 from memwall.machine.process_group import num_processes
 from memwall.session.call_state import CallState
@@ -173,13 +174,17 @@ class ForwardRedo:
         self, model: nn.Module, forward: Callable[..., Any], state: CallState, args: Any, kwargs: Any
     ) -> Any:
         while True:
+            added = AddedGradients()
             try:
-                return forward(*args, **kwargs)
+                with added:
+                    return forward(*args, **kwargs)
             except Exception as error:
                 found = self._recovery.exhaustion_of(error)
                 if found is None:
                     raise
                 reason = self._recovery.why_final(None) or state.why_not()
+                if added.are_there:
+                    reason = "its forward runs a backward of its own"
                 if self._is_disturbed:
                     reason = "another thread has called the model meanwhile"
                 self._recovery.why_not_again = reason or ""

@@ -150,6 +150,47 @@ def test_without_room_for_a_second_run_the_one_in_backward_is_the_proof(
     assert "'blocks.1' has no room for a second run, and is proven by the one in backward" in caplog.messages
 
 
+class AddsGradients(Block):
+    """Has a loss of its own, whose gradients it adds to those of the step; the last layer's by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        own = y.square().mean()
+        if self.is_by_hand:
+            (found,) = torch.autograd.grad(own, [self.outer.weight], retain_graph=True)
+            self.outer.weight.grad = found if self.outer.weight.grad is None else self.outer.weight.grad + found
+        else:
+            own.backward(retain_graph=True)
+        return y
+
+    is_by_hand = False
+
+
+class AddsGradientsByHand(AddsGradients):
+    is_by_hand = True
+
+
+@pytest.mark.parametrize("kind", [AddsGradients, AddsGradientsByHand])
+def test_a_block_that_adds_to_gradients_itself_does_so_once(kind: type[Block]) -> None:
+    model = model_with(kind)
+    expected = trained(copy.deepcopy(model))
+    with Session(plan=plan_of(model, Recompute(block="blocks.1"))) as session:
+        assert_same(trained(model, session), expected)
+    assert "adds to gradients itself" in session.measured.lost["recompute", "blocks.1"]
+
+
+def test_without_room_to_drop_such_a_block_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AllocatorHandler, "room_bytes", lambda handler: 0)
+    model = model_with(AddsGradients)
+    with (
+        Session(plan=plan_of(model, Recompute(block="blocks.1"))) as session,
+        pytest.raises(
+            ApplyError, match=r"'blocks\.1' is recomputed in backward, and its forward adds to gradients itself"
+        ),
+    ):
+        trained(model, session, num_steps=1)
+
+
 def test_what_a_block_saves_is_let_go_of_in_its_first_run_where_there_is_no_room_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -201,6 +201,13 @@ MUTATIONS = (
         ("tests/apply/recompute/test_unrepeatable.py",),
     ),
     Mutation(
+        "a block that adds to gradients itself does so once more in a second run",
+        "memwall/apply/blocks/recomputed.py",
+        "if added.are_there:",
+        "if False:",
+        ("tests/apply/test_proofs.py",),
+    ),
+    Mutation(
         "state is read into a buffer that is still being written to disk",
         "memwall/apply/optimizer_state/ring.py",
         "later.bucket.begin_read(buffer, after=share.bucket.write)",

@@ -78,8 +78,13 @@ TECHNIQUES: dict[str, Callable[[tuple[str, ...]], list[Action]]] = {
     "state-on-disk": _state,
     "parameters-on-disk": _parameters,
 }
-CHOICES = {"planner's choice at 70 %": 0.7, "planner's least": 0.0}
-"""By name, what part of the recorded step's bytes the planner gets; never less than the least that has a plan."""
+CHOICES: dict[str, tuple[float, tuple[str, ...]]] = {
+    "planner's choice at 70 %": (0.7, ()),
+    "planner's least": (0.0, ()),
+    "planner's least, steps within backward": (0.0, ("gradient-release",)),
+}
+"""By name, what part of the recorded step's bytes the planner gets, never less than the least that has a plan; and what
+bit-exact ways it is allowed besides."""
 ARMS = (*TECHNIQUES, *CHOICES)
 
 
@@ -95,8 +100,9 @@ def train(scenario: Scenario, arm: str | None, disk: Path) -> Result:
         return Result(losses, _digest(script))
     with ExitStack() as closing:
         if arm in CHOICES:
-            closing.enter_context(planner_choosing(CHOICES[arm]))
-            way: dict[str, Any] = {"budget": "64GiB"}
+            share, allow = CHOICES[arm]
+            closing.enter_context(planner_choosing(share))
+            way: dict[str, Any] = {"budget": "64GiB", "allow": allow}
         else:
             way = {"plan": plan_of(script.model, *TECHNIQUES[arm](scenario.blocks))}
         session = closing.enter_context(memwall.fit(script.model, list(script.optimizers), disk=str(disk), **way))

@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from scenarios.corpus import Mlp, Net, Script, adamw, batch_of, learning, net, scenario, supervised
+from scenarios.corpus import Mlp, Net, Script, adamw, batch_of, learning, net, scenario, stepping, supervised
 
 
 @scenario(refused={"parameters-on-disk": "create_graph=True"})
@@ -166,6 +167,17 @@ def reentrant_checkpoint_around_blocks() -> Script:
 
 
 @scenario()
+def a_block_that_runs_a_backward_of_its_own() -> Script:
+    class Block(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            (0.1 * y.mean()).backward(retain_graph=True)
+            return y
+
+    return supervised(Net(Block(), Block()))
+
+
+@scenario()
 def a_function_of_ones_own() -> Script:
     class Square(torch.autograd.Function):
         @staticmethod
@@ -292,3 +304,96 @@ def per_sample_gradients_of_the_head() -> Script:
         return loss.detach() + each["bias"].norm(dim=1).sum()
 
     return Script(model, (optimizer,), step)
+
+
+@scenario()
+def gradients_once_more_after_a_backward() -> Script:
+    model = net()
+    parameters = list(model.parameters())
+
+    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
+        x, y = batch_of(number)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(retain_graph=True)
+        again = torch.autograd.grad(loss, parameters)
+        return loss + sum(gradient.square().sum() for gradient in again)
+
+    return stepping(model, gradients)
+
+
+@scenario()
+def a_second_backward_that_torch_refuses() -> Script:
+    model = net()
+
+    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
+        x, y = batch_of(number)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+        return loss
+
+    return stepping(model, gradients)
+
+
+@scenario(refused={"parameters-on-disk": "create_graph=True"})
+def a_product_with_the_hessian() -> Script:
+    model = net()
+    parameters = list(model.parameters())
+
+    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
+        x, y = batch_of(number)
+        loss = F.cross_entropy(model(x), y)
+        first = torch.autograd.grad(loss, parameters, create_graph=True)
+        product = torch.autograd.grad(first, parameters, [torch.ones_like(p) for p in parameters], retain_graph=True)
+        loss.backward()
+        return loss + sum(each.square().sum() for each in product)
+
+    return stepping(model, gradients)
+
+
+@scenario()
+def a_row_of_the_jacobian_at_a_time() -> Script:
+    model = net()
+    parameters = list(model.parameters())
+
+    def gradients(_: torch.optim.Optimizer, number: int) -> Tensor:
+        x, y = batch_of(number)
+        out = model(x)
+        found = torch.zeros(())
+        for row in range(out.shape[1]):
+            each = torch.autograd.grad(out[:, row].sum(), parameters, retain_graph=True)
+            found += sum(gradient.square().sum() for gradient in each)
+        loss = F.cross_entropy(out, y)
+        loss.backward()
+        return loss + found
+
+    return stepping(model, gradients)
+
+
+@scenario(refused={"parameters-on-disk": "create_graph=True"})
+def forces_within_a_block() -> Script:
+    class Block(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            (force,) = torch.autograd.grad(torch.tanh(self.up(x)).sum(), x, create_graph=True)
+            return super().forward(x) + force
+
+    class Positions(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.requires_grad_())
+
+    return supervised(Positions(Block(), Block()))
+
+
+@scenario()
+def an_optimum_is_sought_within_a_block() -> Script:
+    class Block(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            moved = torch.zeros_like(x, requires_grad=True)
+            for _ in range(2):
+                energy = super().forward(x.detach() + moved).square().mean()
+                (gradient,) = torch.autograd.grad(energy, moved)
+                moved = (moved - 0.1 * gradient).detach().requires_grad_()
+            return super().forward(x + moved.detach())
+
+    return supervised(Net(Block(), Block()))

@@ -164,9 +164,15 @@ def input_in_place(_: Model, values: Tensor) -> Tensor:
     return values.mul_(2.0)
 
 
+def backward_of_its_own(model: Model, values: Tensor) -> Tensor:
+    model.head(values).mean().backward()
+    return values
+
+
 REASONS: dict[Callable[[Model, Tensor], Tensor], str] = {
     past_autograd: "its forward changes head.bias (4 B), of which there is no copy",
     large_buffer: "its forward changes large (2.0 MiB), of which there is no copy",
+    backward_of_its_own: "its forward runs a backward of its own",
     input_in_place: "its forward writes into a tensor that it is called with",
 }
 

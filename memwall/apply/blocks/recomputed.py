@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
+from memwall.apply.blocks.added_gradients import AddedGradients
 from memwall.apply.blocks.call_arguments import CallArguments
 from memwall.apply.blocks.counts import BlockCounts
 from memwall.apply.blocks.digests import Digest, Digesting, Place, difference, digest_of, written
@@ -123,7 +124,8 @@ class RecomputedBlock:
             call.kept = KeptOperations(self.kept, is_proving=True)
         random = _TorchRandom(tensors)
         versions = list(map(version_of, tensors))
-        out = call.begin(tensors)
+        with AddedGradients((*tensors, *nn.Module.parameters(self._module))) as added:
+            out = call.begin(tensors)
         self._is_proven = True
         saved, before = list(first.taken), list(map(digest_of, _tensors_in(out)))
         first.need_second_run()
@@ -132,6 +134,12 @@ class RecomputedBlock:
             call.expected, call.places, call.lacked_bytes = saved, first.places, first.lacked_bytes
         if versions != list(map(version_of, tensors)):
             self._drop("it writes into a tensor that it is called with, which a second run would do again")
+            return out
+        if added.are_there:
+            reason = "its forward adds to gradients itself, by a backward of its own say, which a second run does again"
+            if first.lacked_bytes:  # what it saved has gone, and its own backward may have run it again already
+                raise ApplyError(f"'{self.path}' is recomputed in backward, and {reason}: {_LEFT_ALONE}")
+            self._drop(reason)
             return out
         if call.kept is not None and call.kept.overwritten:
             self._drop(call.kept.overwritten)
