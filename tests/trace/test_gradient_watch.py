@@ -93,6 +93,12 @@ def with_graph(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> None:
     optimizer.zero_grad()
 
 
+def kept(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> None:
+    model(batch).backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("num_before", [0, 1])
 @pytest.mark.parametrize("step", [plain, zeroed_late])
 def test_a_plain_step_lets_each_gradient_be_used_at_once(step: Step, num_before: int) -> None:
@@ -110,6 +116,7 @@ def test_a_plain_step_lets_each_gradient_be_used_at_once(step: Step, num_before:
         (rated, "'lr' of the optimizer is set between backward and its step"),
         (closed, "backward runs within optimizer.step"),
         (with_graph, "create_graph=True"),
+        (kept, "backward keeps its graph"),
     ],
 )
 def test_what_a_loop_does_with_gradients_is_said(step: Step, reason: str) -> None:

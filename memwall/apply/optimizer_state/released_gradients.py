@@ -20,7 +20,8 @@ from memwall.apply.optimizer_state.spent_gradient import SpentGradient, not_exac
 from memwall.patches import Patches
 from memwall.torch_internals.autograd import after_backward, current_backward, version_of
 from memwall.torch_internals.optimizers import step_pre_hooks
-from memwall.trace.gradients.gradient_hooks import OwnHook, has_foreign_hook
+from memwall.trace.attached import attach_hook
+from memwall.trace.gradients.gradient_hooks import OwnHook, has_foreign_hook, keeps_graph
 from memwall.trace.gradients.group_values import GroupValues
 
 _log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class ReleasedGradients:
         self._is_awaited = False
         """Whether the end of the backward that runs steps what is pending."""
         self._in_step = is_stepping
+        self._keeps_graph = False
+        """Whether the graph of the backward that runs is there after it."""
         self._num_states, self._state = len(optimizer.state), optimizer.state
         self._stepped: dict[Tensor, tuple[SpentGradient, int]] = {}
         """Says what stands for the gradient of each parameter that is ahead of the others, and its version."""
@@ -82,8 +85,8 @@ class ReleasedGradients:
             for parameter in module.parameters(recurse=False):
                 self._owners.setdefault(parameter, []).append(module)
         self._patches.wrap(torch.autograd, "backward", self._run_backward)
-        self._patches.hook(model.register_forward_pre_hook, self._before_forward)
-        self._patches.hook(model.register_state_dict_pre_hook, self._before_saving)
+        self._patches.push(attach_hook(model.register_forward_pre_hook, self._before_forward))
+        self._patches.push(attach_hook(model.register_state_dict_pre_hook, self._before_saving))
         self._patches.hook(optimizer.register_state_dict_pre_hook, self._before_saving)
         self._patches.hook(optimizer.register_load_state_dict_pre_hook, self._before_saving)
         self._patches.hook(optimizer.register_step_pre_hook, self._before_step)
@@ -118,17 +121,22 @@ class ReleasedGradients:
     def _run_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._stepped and current_backward() < 0:
             raise not_exact("a second backward runs before the optimizer has ended the step of the first")
+        was_kept, self._keeps_graph = self._keeps_graph, self._keeps_graph or keeps_graph(args, kwargs)
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
             if self._stepped and "modified by an inplace operation" in str(error):
                 raise not_exact("backward reads a parameter that has been stepped already") from error
             raise
+        finally:
+            self._keeps_graph = was_kept
 
     def _accumulated(self, parameter: Tensor) -> None:
-        # A graph of the backward, or a closure's: then gradients stay, as they do without this.
+        # A graph of the backward, one that may be gone through again, or a closure's: then gradients stay, as they do
+        # without this.
         gradient = parameter.grad
-        if torch.is_grad_enabled() or self._in_step or gradient is None or gradient.is_sparse:
+        is_kept = self._keeps_graph or self._in_step
+        if torch.is_grad_enabled() or is_kept or gradient is None or gradient.is_sparse:
             return
         if self._values is None and not self._pending:
             self._groups = self._groups_now()
@@ -173,7 +181,7 @@ class ReleasedGradients:
             parameter.grad, self._stepped[parameter] = spent, (spent, version_of(parameter))
             # Only for so long, as what compiles a forward would compile a hook with it.
             for module in self._owners[parameter]:
-                self._guards.hook(module.register_forward_pre_hook, self._before_part)
+                self._guards.push(attach_hook(module.register_forward_pre_hook, self._before_part))
         self.num_released += len(every)
 
     def _before_part(self, module: nn.Module, _: Any) -> None:

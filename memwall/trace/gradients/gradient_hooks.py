@@ -1,7 +1,8 @@
 """memwall's own hooks on gradients, told from those of others: they change no gradient and need none to stay."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -25,6 +26,11 @@ class OwnHook:
         method = self._method()
         if method is not None:
             method(parameter)
+
+
+def keeps_graph(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a call of `torch.autograd.backward` with these arguments leaves its graph to another backward."""
+    return any(args[2:4]) or bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
 
 
 def has_foreign_hook(parameter: torch.Tensor) -> bool:

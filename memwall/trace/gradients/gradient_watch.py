@@ -5,15 +5,17 @@ value from then on, and nobody but the optimizer looks at gradients, parameters 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from memwall.patches import Patches
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
 from memwall.trace.event_log import EventLog
-from memwall.trace.gradients.gradient_hooks import OwnHook
+from memwall.trace.gradients.gradient_hooks import OwnHook, keeps_graph
 from memwall.trace.gradients.group_values import GroupValues
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import GradientUse
@@ -39,16 +41,19 @@ class GradientWatch:
         self._stepped: set[int] = set()
         self._reason = ""
         self._hooks: list[RemovableHandle] = []
+        self._patches = Patches("sees whether a backward of a recorded step keeps its graph")
 
     def begin(self) -> None:
         """Begins to hear of them."""
         hook = OwnHook(self._accumulated)
         self._hooks = [p.register_post_accumulate_grad_hook(hook) for _, p in self._names.values() if p.is_leaf]
+        self._patches.wrap(torch.autograd, "backward", self._run_backward)
 
     def end(self) -> None:
         """Ends that; safe to call twice."""
         while self._hooks:
             self._hooks.pop().remove()
+        self._patches.undo()
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Hears that an optimizer begins to step, with what its groups say by then."""
@@ -74,6 +79,12 @@ class GradientWatch:
 
     def _refuse(self, reason: str) -> None:
         self._reason = self._reason or reason
+
+    def _run_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if keeps_graph(args, kwargs):
+            self._refuse("backward keeps its graph (retain_graph=True), and another may go through it")
+        return result
 
     def _accumulated(self, parameter: Tensor) -> None:
         with without_subclass_functions():  # to look at a parameter does not bring it in

@@ -1,5 +1,6 @@
 """Parameters that are stepped within backward: the bits of a plain run, its peak without gradients, one clear error."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -328,14 +329,47 @@ def test_a_step_within_backward_that_fails_midway_is_not_passed_over(monkeypatch
         trained("sgd", GradientRelease(window_bytes=1), step=step)
 
 
-def test_a_second_backward_through_the_same_graph_is_an_error() -> None:
+def test_a_second_backward_is_an_error() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-        loss = model(batch)
-        loss.backward(retain_graph=True)
-        loss.backward()
+        model(batch).backward()
+        torch.ones((), requires_grad=True).backward()
 
     with pytest.raises(NotExactError, match="a second backward runs before the optimizer has ended the step"):
         trained("adamw", released(), step=step)
+
+
+def test_gradients_of_a_backward_that_keeps_its_graph_stay() -> None:
+    """GIVEN a step whose graph is gone through again WHEN that is so after others THEN it is to the same gradients."""
+    found: list[list[Tensor]] = [[], []]
+
+    def step_into(norms: list[Tensor]) -> Step:
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+            loss = model(batch)
+            is_late = len(optimizer.state) > 0
+            loss.backward(retain_graph=is_late)
+            if is_late:
+                norms.extend(map(torch.norm, torch.autograd.grad(loss, [*model.parameters()])))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    expected = trained("adamw", step=step_into(found[0]))
+    assert are_same(trained("adamw", released(), step=step_into(found[1])), expected)
+    assert len(found[0]) == len(found[1]) > 0
+    assert all(map(torch.equal, *found))
+
+
+def test_a_copy_of_the_model_steps_by_itself() -> None:
+    """GIVEN a loop that keeps copies of its model by deepcopy WHEN they are called THEN they have no hooks of this."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+        plain_step(model, optimizer, batch)
+        copied = copy.deepcopy(model)
+        copied(batch).backward()
+        assert all(parameter.grad is not None for parameter in copied.parameters())
+
+    assert are_same(trained("adamw", step=step), trained("adamw", released(), step=step))
 
 
 class Masked(nn.Module):
