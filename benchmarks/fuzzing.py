@@ -29,7 +29,10 @@ PROGRAM = HERE.parent / "tests" / "fuzz" / "fuzz.py"
 sys.path.append(str(PROGRAM.parents[1]))
 from fuzz.corpus import keep  # noqa: E402
 
-READERS = ("trace", "trace_file", "plan", "run", "snapshot", "steps", "config", "allocator_settings")
+READERS = (
+    *("trace", "trace_file", "plan", "run", "snapshot", "steps", "config", "allocator_settings", "deepspeed"),
+    *("next_budget", "checkpoint"),
+)
 BEGIN, END = "<!-- benchmarks/fuzzing.py writes from here -->", "<!-- to here -->"
 
 

@@ -4,13 +4,13 @@ A tensor that FSDP2 divides is in the folders of several ranks. Each commits whe
 another number of ranks, or a file, gets any other part from those that hold a piece of it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from msgspec import Struct
+from msgspec import Struct, field
 from torch import Tensor
 
 from memwall.apply.memory.exhaustion import is_exhaustion
@@ -21,6 +21,43 @@ from memwall.store.generation import Generation
 from memwall.store.journal import Journal
 
 _NEEDED = {"optimizer", "helpers", "random", "loop", "state_dict"}
+
+
+class _Group(Struct):
+    """Is what is read of a group of an optimizer."""
+
+    parameters: list[str]
+    options: dict[str, Any]
+
+
+class _Optimizer(Struct):
+    """Is what is read of an optimizer."""
+
+    name: str = field(name="class")
+    groups: list[_Group]
+    state: dict[str, dict[Any, Any]]
+
+
+class _Objects(Struct):
+    """Is what is read of a step beside its tensors, whoever wrote it."""
+
+    optimizer: _Optimizer
+    state_dict: dict[str, str]
+    helpers: list[tuple[str, dict[Any, Any]]]
+    further_optimizers: list[_Optimizer] = []
+
+
+def _check(objects: Mapping[str, Any], records: Container[str]) -> None:
+    """Checks what a step has beside its tensors: a file may be a stranger's.
+
+    Raises:
+        ValidationError: it lacks something, or has something else there.
+        ValueError: it names a tensor that is not there.
+    """
+    found = msgspec.convert(objects, _Objects)
+    for name in found.state_dict.values():
+        if name not in records:
+            raise ValueError(f"its state dict has {name!r}, of which there is no tensor")
 
 
 class Content(Struct, frozen=True, kw_only=True):
@@ -83,6 +120,10 @@ class Committed:
         if missing:
             raise self.written_by_another(ValueError(f"it has no {', '.join(missing)}"))
         self.records = {record.name: record for record in self.content.tensors}
+        try:
+            _check(self.objects, self.records)
+        except (msgspec.ValidationError, ValueError) as error:
+            raise self.written_by_another(error) from error
         self.optimizers: list[dict[str, Any]] = [
             self.objects["optimizer"],
             *self.objects.get("further_optimizers", ()),

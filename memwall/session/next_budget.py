@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from memwall.errors import OutOfMemoryError, StoreError, UsageError
 from memwall.units import format_bytes
-from memwall.versioned_files import whole_file
+from memwall.versioned_files import NO_JSON, whole_file
 
 MAX_ATTEMPTS = 3
 """How often a run is given another plan for the same reason: one that needs more holds something that no plan knows."""
@@ -93,5 +93,5 @@ def _left_in(directory: str | Path) -> NextBudget | None:
         return msgspec.json.decode(path.read_bytes(), type=NextBudget)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.ValidationError, *NO_JSON) as error:
         raise StoreError(f"{path} cannot be read ({error}); remove it to go on with the budget as it is") from error

@@ -12,9 +12,11 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import zstandard
+from packed_checkpoint import unpacked
 
 from memwall.cli.app import main
 from memwall.errors import MemwallError
+from memwall.store.commit_format import COMMIT_NAME, DATA_NAME
 
 __all__ = ["READERS", "check"]
 
@@ -75,6 +77,32 @@ def _config(data: bytes, folder: Path) -> None:
     read_config(path)
 
 
+def _deepspeed(data: bytes, folder: Path) -> None:
+    from memwall.observe.deepspeed_buffers import buffers_in
+
+    path = folder / "ds.json"
+    path.write_bytes(data)
+    buffers_in(path)
+
+
+def _next_budget(data: bytes, folder: Path) -> None:
+    from memwall.session.next_budget import read_next_budget
+
+    (folder / "out-of-memory.json").write_bytes(data)
+    read_next_budget(folder, 100)
+
+
+def _checkpoint(data: bytes, folder: Path) -> None:
+    """Has contents changed behind digests that are right: without them nothing else would be reached."""
+    found = unpacked(data)
+    if found is None:
+        return
+    commit, whole = found
+    (folder / COMMIT_NAME).write_bytes(commit)
+    (folder / DATA_NAME).write_bytes(whole)
+    _commands(folder, ("checkpoint", str(folder)), ("checkpoint", str(folder), "-o", str(folder / "out.safetensors")))
+
+
 def _allocator_settings(data: bytes, folder: Path) -> None:
     from memwall.predict.cuda_allocator.allocator_settings import parse_settings
     from memwall.predict.cuda_allocator.torch_releases import profile_for
@@ -91,6 +119,9 @@ READERS: dict[str, Callable[[bytes, Path], None]] = {
     "steps": _steps,
     "config": _config,
     "allocator_settings": _allocator_settings,
+    "deepspeed": _deepspeed,
+    "next_budget": _next_budget,
+    "checkpoint": _checkpoint,
 }
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import zstandard
 from cuda_history import MIB, History, frame
+from packed_checkpoint import packed
 
 from memwall.cli.app import main
 
@@ -34,6 +35,8 @@ def seeds(folder: Path) -> dict[str, list[bytes]]:
         if main(command) not in (0, 4, 5):
             raise RuntimeError(f"memwall {' '.join(command)} failed")
     whole = Path(trace).read_bytes()
+    if main(["run", "--budget", "8GiB", "--checkpoint", str(folder / "kept"), str(script)]) not in (0, 4, 5):
+        raise RuntimeError("memwall run --checkpoint failed")
     history = History()
     history.segment(0, 20 * MIB)
     history.alloc(0, 8 * MIB, 8 * MIB, [frame("/home/me/train.py", 3, "step")])
@@ -48,5 +51,13 @@ def seeds(folder: Path) -> dict[str, list[bytes]]:
             b'{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, '
             b'"intermediate_size": 128, "vocab_size": 100, "torch_dtype": "bfloat16"}'
         ],
+        "deepspeed": [
+            b'{"fp16": {"enabled": true}, "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, '
+            b'"stage3_prefetch_bucket_size": "auto", "stage3_max_live_parameters": 1e9, '
+            b'"offload_param": {"device": "nvme", "buffer_count": 5, "buffer_size": 1e8}, '
+            b'"offload_optimizer": {"device": "nvme"}}}'
+        ],
+        "next_budget": [b'{"budget_bytes": 100, "within_bytes": 90, "num_failures": 1}'],
+        "checkpoint": [packed(folder / "kept")],
         "allocator_settings": [b"expandable_segments:True,max_split_size_mb:64,roundup_power2_divisions:[256:1,>:8]"],
     }

@@ -1,0 +1,50 @@
+"""A step whose digests are right and whose contents are not, as a stranger's may be, is refused in one clear error."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from memwall.checkpoint.committed import Committed, Content
+from memwall.checkpoint.training_state import encode_objects
+from memwall.errors import StoreError
+from memwall.session.next_budget import read_next_budget
+
+OPTIMIZER: dict[str, Any] = {"class": "AdamW", "groups": [], "state": {}, "low_bit": {}}
+WHOLE: dict[str, Any] = {"optimizer": OPTIMIZER, "helpers": [], "random": {}, "loop": None, "state_dict": {}}
+
+
+def committed(objects: dict[str, Any]) -> Committed:
+    content = msgspec.msgpack.encode(Content(tensors=(), objects=encode_objects(objects), plan=None))
+    found = SimpleNamespace(step=4, content=content, buckets=())
+    return Committed(cast(Any, SimpleNamespace(directory="DIR")), cast(Any, found))
+
+
+def test_a_step_without_tensors_is_read() -> None:
+    assert committed(WHOLE).optimizers == [OPTIMIZER]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"state_dict": {"weight": "parameter/weight"}},
+        {"state_dict": ["weight"]},
+        {"optimizer": 3},
+        {"optimizer": {**OPTIMIZER, "groups": [{"options": {}}]}},
+        {"optimizer": {"groups": [], "state": {}}},
+        {"helpers": [1]},
+        {"further_optimizers": [None]},
+    ],
+)
+def test_one_whose_parts_are_something_else_is_refused(changed: dict[str, Any]) -> None:
+    with pytest.raises(StoreError, match="step 4 in DIR was committed by another version of memwall"):
+        committed(WHOLE | changed)
+
+
+@pytest.mark.parametrize("content", [b"\xff", b'{"budget_bytes": "1"}', b"[" * 100_000, b""])
+def test_a_budget_that_is_none_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "out-of-memory.json").write_bytes(content)
+    with pytest.raises(StoreError, match=r"out-of-memory\.json cannot be read"):
+        read_next_budget(tmp_path, 100)
