@@ -17,8 +17,8 @@ model = nn.Sequential(
     nn.Embedding(WORDS, WIDTH), nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), nn.Linear(WIDTH, 20)
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-words = torch.randint(WORDS, (64, LENGTH))
-loader = DataLoader(TensorDataset(words, words % 20), batch_size=16)
+words = torch.randint(WORDS, (288, LENGTH))
+loader = DataLoader(TensorDataset(words, words % 20), batch_size=96)
 model, optimizer = fabric.setup(model, optimizer)
 loader = fabric.setup_dataloaders(loader)
 for batch, tags in loader:

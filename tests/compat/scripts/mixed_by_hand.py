@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-WIDTH, LAYERS, VOCABULARY, BATCH, LENGTH, STEPS = 256, 8, 2000, 24, 128, 5
+WIDTH, LAYERS, VOCABULARY, BATCH, LENGTH, STEPS = 192, 20, 1000, 56, 128, 4
 
 
 class Block(nn.Module):

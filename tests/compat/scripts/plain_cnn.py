@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-BATCH, STEPS = 96, 3
+BATCH, STEPS = 112, 3
 
 
 def features(*widths):
@@ -24,7 +24,7 @@ def features(*widths):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.features = features(24, 24, None, 48, 48, None, 96, 96, 96, None, 192, 192, 192, None)
+        self.features = features(24, 24, 24, None, 48, 48, 48, None, 96, 96, 96, None, 192, 192, 192, None)
         self.classifier = nn.Sequential(nn.Linear(192, 192), nn.ReLU(), nn.Dropout(), nn.Linear(192, 10))
 
     def forward(self, x):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-ROWS, WIDTH, BATCH, STEPS = 50_000, 32, 8192, 5
+ROWS, WIDTH, BATCH, STEPS = 100_000, 32, 24576, 5
 tables = nn.ModuleList(nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=True) for _ in range(4))
 dense = nn.Sequential(
     nn.Linear(4 * WIDTH, 512), nn.ReLU(), *(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(4))
@@ -26,5 +26,7 @@ for _ in range(STEPS):
     loss.backward()
     for optimizer in optimizers:
         optimizer.step()
-weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-print("weights", hashlib.sha256(weights).hexdigest())
+digest = hashlib.sha256()
+for parameter in model.parameters():
+    digest.update(parameter.detach().numpy())
+print("weights", digest.hexdigest())
