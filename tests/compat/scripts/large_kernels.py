@@ -22,7 +22,7 @@ def double(inputs: int, outputs: int) -> nn.Sequential:
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        widths = 3, 32, 128, 512, 1024, 1024
+        widths = 3, 32, 128, 512, 1024, 1024, 1024, 1024
         self.stages = nn.ModuleList(double(*pair) for pair in itertools.pairwise(widths))
         self.out = nn.Linear(1024, 10)
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
 model = Net().to(memory_format=torch.channels_last)
 optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-5, momentum=0.9)
 for _ in range(STEPS):
-    data = torch.randn(BATCH, 3, 48, 48).to(memory_format=torch.channels_last)
+    data = torch.randn(BATCH, 3, 64, 64).to(memory_format=torch.channels_last)
     loss = F.cross_entropy(model(data), torch.randint(10, (BATCH,)))
     optimizer.zero_grad()
     loss.backward()
