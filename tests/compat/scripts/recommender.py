@@ -10,7 +10,7 @@ torch.manual_seed(0)
 ROWS, WIDTH, BATCH, STEPS = 100_000, 32, 24576, 5
 tables = nn.ModuleList(nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=True) for _ in range(4))
 dense = nn.Sequential(
-    nn.Linear(4 * WIDTH, 512), nn.ReLU(), *(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(4))
+    nn.Linear(4 * WIDTH, 512), nn.ReLU(), *(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8))
 )
 model = nn.ModuleDict({"tables": tables, "dense": dense, "head": nn.Linear(512, 1)})
 optimizers = [
