@@ -13,6 +13,7 @@ from memwall.cli.app import main
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 _MODELS = """
+import copy
 import torch
 from torch import nn
 torch.manual_seed(0)
@@ -53,6 +54,29 @@ for _ in range(3):
     (models[0](data) - teacher(data).detach()).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+""",
+    "a teacher in lower precision that is called with gradients on": """
+models = [network(4, 4)]
+teacher = copy.deepcopy(models[0]).bfloat16()
+optimizer = torch.optim.Adam(models[0].parameters(), lr=0.01)
+for _ in range(3):
+    data = torch.randn(32, 4)
+    (teacher(data.bfloat16()).detach().float() - models[0](data)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "mixed precision by hand, with a second model": """
+models = [network(4, 4)]
+lower = copy.deepcopy(models[0]).bfloat16()
+optimizer = torch.optim.Adam(models[0].parameters(), lr=0.01)
+for _ in range(3):
+    lower(torch.randn(32, 4).bfloat16()).float().square().mean().backward()
+    for one, other in zip(models[0].parameters(), lower.parameters()):
+        one.grad, other.grad = other.grad.float(), None
+    optimizer.step()
+    with torch.no_grad():
+        for one, other in zip(models[0].parameters(), lower.parameters()):
+            other.copy_(one)
 """,
     "steps by hand": """
 models = [network(4, 4)]
@@ -154,6 +178,7 @@ _NUM_STEPS = {
 }
 _CHEAPEST = (
     "a gan",
+    "a teacher in lower precision that is called with gradients on",
     "steps by hand",
     "mixed precision by hand, whose second step is left out",
     "mixed precision by hand, whose parameters are new tensors",

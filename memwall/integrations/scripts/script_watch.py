@@ -52,6 +52,8 @@ class ScriptWatch:
         """Optimizers that train what a model is called with in place of its parameters."""
         self._waiting = weakref.WeakSet[torch.optim.Optimizer]()
         """Optimizers that were found before any model was called whose parameters are trained."""
+        self._carried_back = weakref.WeakSet[nn.Module]()
+        """Models that count as trained as they look like copies in lower precision, which a teacher does as well."""
         self._running = 0
         """The model that is being called."""
         self._forwards, self._thread = ForwardCalls(), TrainingThread(script)
@@ -179,12 +181,15 @@ class ScriptWatch:
 
     def _found(self, module: nn.Module) -> None:
         self._let_go(module)
+        self._let_go_teachers(module)
         found = trained_with(module, self._called.values(), foreign=self._foreign)
         if not found.is_trained:
             self._known.update((each, 0) for each in module.modules())
             return
         self._thread.check(module)
         self._of_copies.update(found.of_copies)
+        if found.is_carried_back:
+            self._carried_back.add(module)
         alive = {id(model) for model in found.models}
         self._called = {number: model for number, model in self._called.items() if number in alive}
         self._called[id(module)] = module
@@ -192,6 +197,15 @@ class ScriptWatch:
         self.model = as_one(found.models)
         self._running = id(module)
         self._begins(self.model, module, found.has_optimizer)
+
+    def _let_go_teachers(self, called: nn.Module) -> None:
+        """Lets go of models that look like copies of the one that is called: no gradient has come to them until now."""
+        if not any(trains(optimizer, called) for optimizer in optimizers_alive()):
+            return
+        for number, model in list(self._called.items()):
+            if model in self._carried_back and all(parameter.grad is None for parameter in model.parameters()):
+                del self._called[number]
+                self._known.update((each, 0) for each in model.modules())
 
     def _let_go(self, called: nn.Module) -> None:
         """Lets go of models that no variable of the script leads to: of an earlier fold of a cross-validation, say.

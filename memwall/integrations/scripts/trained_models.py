@@ -27,6 +27,9 @@ class TrainedModels(Struct, frozen=True, kw_only=True):
     """Whether any optimizer is alive that is not for copies alone, which a script carries back by hand."""
     of_copies: tuple[torch.optim.Optimizer, ...] = ()
     """Those that train what the module is called with in place of its parameters."""
+    is_carried_back: bool = False
+    """Whether the module counts as trained as its parameters look like copies of trained ones in lower precision: a
+    teacher looks so too."""
 
 
 def trained_with(
@@ -52,7 +55,8 @@ def trained_with(
         # Of an earlier part of the script, cycles may be left that nobody holds any more.
         optimizers, modules = _alive(foreign, without_garbage=True)
         trained = _parameters_of(optimizers)
-    if not trained.keys() & held and _are_carried_back(called, optimizers, modules):
+    is_carried_back = not trained.keys() & held and _are_carried_back(called, optimizers, modules)
+    if is_carried_back:
         trained = {}  # the loop itself changes the model's parameters, and that ends its steps
     is_trained = not trained or any(id(parameter) in trained for parameter in called.parameters())
     of_copies = _of_copies(called, optimizers, modules)
@@ -62,6 +66,7 @@ def trained_with(
         is_trained=is_trained or bool(of_copies),
         has_optimizer=bool(trained),
         of_copies=tuple(of_copies),
+        is_carried_back=is_carried_back,
     )
 
 
