@@ -394,7 +394,7 @@ class LivePlan:
             held=held,
             not_here=tuple((one.tag, reason) for one, reason in not_here.items()),
             can_move_state=can_place(optimizers),
-            is_built_on_disk=here.parameters.is_watching and here.parameters.away_bytes > 0,
+            is_built_on_disk=here.parameters.watched == meter.device and here.parameters.away_bytes > 0,
             parameters_stay=why_not_streamed(model, optimizers)
             or ("a backward is differentiated itself (create_graph=True)" if self._differentiates_backward else ""),
         )

@@ -108,16 +108,15 @@ class PlanInEffect:
         return (0, 0) if self.applied is None else self.applied.moved_bytes
 
     def watch_building(self, plan: Plan | None, budget_bytes: int) -> None:
-        """Has parameters go to disk as they are made, where there is no room for them.
+        """Has parameters leave as they are made, where there is no room for them.
 
         Args:
             plan: the one that was given.
         """
-        is_possible = not torch.cuda.is_available()
-        if plan is not None:
-            is_possible &= any(handler_of(action).can_be_built_away for action in plan.actions)
+        is_possible = plan is None or any(handler_of(action).can_be_built_away for action in plan.actions)
         if is_possible and budget_bytes:
-            self.parameters.watch_building(budget_bytes, self.allocator)
+            host_limit = self._host_limit if torch.cuda.is_available() else None
+            self.parameters.watch_building(budget_bytes, self.allocator, host_limit)
 
     def take_batches(self, plan: Plan | None, *, is_begun: bool) -> None:
         """Divides the batches that the loop hands over, from now on.
@@ -138,9 +137,13 @@ class PlanInEffect:
         if all(parameter.device.type != "cuda" for parameter in self._borders.attached_model.parameters()):
             self.host_limit_bytes = None
             return
+        self.host_limit_bytes = self._host_limit()
+
+    def _host_limit(self) -> int:
+        """Returns what may be taken of host memory below a device, with what is there already."""
         told_bytes = self._host_capacity_bytes
-        can_pin_bytes = pinnable_bytes(is_asked_for=told_bytes is not None)
-        self.host_limit_bytes = can_pin_bytes if told_bytes is None else min(can_pin_bytes, told_bytes)
+        can_pin_bytes = pinnable_bytes(is_asked_for=told_bytes is not None) + self.parameters.pinned_bytes
+        return can_pin_bytes if told_bytes is None else min(can_pin_bytes, told_bytes)
 
     def apply(self, plan: Plan, trace: Trace | None, budget_bytes: int) -> None:
         """Applies a plan.

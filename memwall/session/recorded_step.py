@@ -174,7 +174,7 @@ class RecordedStep:
         if self._parameters.away_bytes and not self._keeper.is_away:
             # Nothing else steps a few of them at a time.
             reason = f"the state of {joint_name(optimizers)} stays in memory"
-            self._parameters.bring_back_within(self._settings.budget_bytes, reason)
+            self._parameters.bring_back_within(self._model, self._settings.budget_bytes, reason)
 
     def finish(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Trace, FirstStep]:
         """Ends the recording.

@@ -71,6 +71,10 @@ class PinnedArena:
         """Slots that came back, by size; not in the extents of their chunks yet."""
         self.pinned_bytes = 0
 
+    def set_limit(self, limit_bytes: int) -> None:
+        """Sets the most to pin; what is pinned stays."""
+        self._limit_bytes = limit_bytes
+
     def allocate(self, num_bytes: int) -> PinnedSlot:
         """Returns a slot of at least `num_bytes`.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from memwall.patches import Patches
 from memwall.torch_internals.names import find, instance_attribute
 
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = instance_attribute(
@@ -67,6 +68,24 @@ def is_running_norm(module: nn.Module) -> bool:
     Without torch's common base, the public classes stand for it, and those that users derive from the base are missed.
     """
     return isinstance(module, _PUBLIC_NORMS if _norm_base is None else _norm_base) and bool(module.track_running_stats)
+
+
+_move: Any = find("torch.nn.Module._apply", "having parameters leave a device again as their model is moved there")
+
+
+def when_moved(patches: Patches, do: Callable[[nn.Module], object]) -> None:
+    """Has `do(module)` called once a module's own parameters were moved or cast, as by `model.cuda()`.
+
+    Modules inside a module come before it. Where torch has no such method, nothing is called.
+    """
+
+    def run(original: Callable[..., nn.Module], module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        result = original(module, *args, **kwargs)
+        do(module)
+        return result
+
+    if _move is not None:
+        patches.wrap(nn.Module, "_apply", run)
 
 
 def checkpointing_function_of(module: nn.Module) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from memwall.errors import NotAvailableError
+from memwall.patches import Patches
 from memwall.torch_internals import (
     allocator,
     autograd,
@@ -128,6 +129,7 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
             False,
         ),
         "torch.nn.modules.batchnorm._NormBase": (lambda door: door.is_running_norm(nn.BatchNorm2d(1)), True),
+        "torch.nn.Module._apply": (lambda door: door.when_moved(Patches("moves"), lambda _: None), None),
     },
     operators: {
         **{

@@ -59,6 +59,11 @@ class PinnedSpace:
         """Counts the bytes that are pinned now, free slots included."""
         return self._arena.pinned_bytes
 
+    def set_limit(self, limit_bytes: int) -> None:
+        """Sets the most to pin."""
+        self._limit_bytes = limit_bytes
+        self._arena.set_limit(limit_bytes)
+
     def reserve(self, num_bytes: int) -> None:
         """Returns if so much may be pinned; nothing is before there is state to put there."""
         if num_bytes > self._limit_bytes:

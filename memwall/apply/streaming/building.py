@@ -1,4 +1,8 @@
-"""Parameters that go to disk while modules are still being built: the oldest first, as soon as there are too many."""
+"""Parameters that leave while modules are still being built: the oldest first, as soon as there are too many.
+
+Those of a CPU go to disk as modules get them, those of a CUDA device to the host's memory, as modules get them there or
+are moved there.
+"""
 
 import threading
 import weakref
@@ -16,6 +20,7 @@ from memwall.machine.meter import process_bytes, return_free_memory
 from memwall.machine.process_group import num_processes
 from memwall.patches import Patches
 from memwall.planning.techniques.parameters import passing_bytes
+from memwall.torch_internals.modules import own_parameters, when_moved
 
 # What Python and torch make beside parameters while a model is built.
 _SLACK_BYTES = 16 << 20
@@ -23,10 +28,19 @@ _SLACK_BYTES = 16 << 20
 _FIRST_SWEEP = 64
 
 
-def leaves_no_room(budget_bytes: int, window_bytes: int) -> Callable[[nn.Parameter], bool]:
-    """Returns what tells that a model has outgrown a budget: the process leaves no room to put it on disk.
+def _host_bytes() -> int:
+    return process_bytes()
+
+
+def leaves_no_room(
+    budget_bytes: int, window_bytes: int, held_bytes: Callable[[], int] = _host_bytes
+) -> Callable[[nn.Parameter], bool]:
+    """Returns what tells that a model has outgrown a budget: the process leaves no room to have it leave.
 
     Not before parameters take more than passes through memory on the way there: nothing would be won.
+
+    Args:
+        held_bytes: says what the process holds where parameters are built.
     """
     made_bytes = largest_bytes = 0
 
@@ -36,7 +50,7 @@ def leaves_no_room(budget_bytes: int, window_bytes: int) -> Callable[[nn.Paramet
         coming_bytes = passing_bytes(window_bytes, largest_bytes)
         if made_bytes < coming_bytes or num_processes() > 1:
             return False
-        return process_bytes() + coming_bytes + _SLACK_BYTES > budget_bytes
+        return held_bytes() + coming_bytes + _SLACK_BYTES > budget_bytes
 
     return must_leave
 
@@ -50,13 +64,23 @@ class Building:
     Args:
         must_leave: of a new parameter, whether those before it have to leave; not asked again once they had to.
         open_tier: makes what takes them, when it is needed.
+        device_type: the kind of device whose memory they leave.
+        held_bytes: says what the process holds there.
 
     Raises:
         StoreError: where a module gets a parameter: no room on disk, or a transfer failed.
     """
 
-    def __init__(self, must_leave: Callable[[nn.Parameter], bool], open_tier: Callable[[], ParameterTier]) -> None:
+    def __init__(
+        self,
+        must_leave: Callable[[nn.Parameter], bool],
+        open_tier: Callable[[], ParameterTier],
+        *,
+        device_type: str = "cpu",
+        held_bytes: Callable[[], int] = _host_bytes,
+    ) -> None:
         self._must_leave, self._open_tier = must_leave, open_tier
+        self._device_type, self._held_now = device_type, held_bytes
         self.tier: ParameterTier | None = None
         """Has what was put on disk so far; None if nothing was."""
         self._is_over = False
@@ -75,6 +99,8 @@ class Building:
         # Modules that are copied, as the layers of nn.Transformer are, get their parameters without a word.
         self._patches.wrap(nn.Parameter, "__deepcopy__", self._copied)
         self._patches.wrap(nn.Parameter, "__new__", _made_of)
+        if device_type != "cpu":
+            when_moved(self._patches, self._moved)
 
     def __enter__(self) -> Self:
         return self
@@ -123,22 +149,29 @@ class Building:
     def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
         self._made(parameter, f"{type(module).__name__}.{name}")
 
+    def _moved(self, module: nn.Module) -> None:
+        for name, parameter in own_parameters(module).items():
+            self._registered(module, name, parameter)
+
     def _made(self, parameter: Any, name: str) -> None:
-        if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
+        if type(parameter) is not nn.Parameter or parameter.device.type != self._device_type:
             return
         if threading.get_ident() != self._thread:
             return
         with self._lock:
             self._wait(parameter, name)
             if self.tier is None and self._must_leave(parameter):
-                self._held_bytes, self._made_bytes = process_bytes(), self._waiting_bytes
+                self._held_bytes, self._made_bytes = self._held_now(), self._waiting_bytes
                 self.tier = self._open_tier()
                 self.tier.on_replaced = self._replaced
                 self._let_go(self.tier, self.tier.window_bytes, but=1)
-                return_free_memory(generation=0)
+                self._give_back()
             if self.tier is not None:
                 # The latest has no numbers yet.
                 self._let_go(self.tier, self.tier.window_bytes, but=1)
+
+    def _give_back(self) -> None:
+        return_free_memory(generation=0) if self._device_type == "cpu" else torch.cuda.empty_cache()
 
     def _replaced(self, member: StreamedParameter) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ from memwall.apply.optimizer_state.state_keeper import can_place
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.apply.streaming.places import DiskPlace, HostPlace
+from memwall.apply.streaming.state_dicts import StateDictsBelow
 from memwall.apply.streaming.stream_units import hooked_parameters
 from memwall.errors import StoreError
 from memwall.machine.process_group import num_processes
@@ -96,7 +97,12 @@ def open_parameter_streaming(
     """
     kept = kept_space()
     tier, device = built, next((parameter.device for parameter in model.parameters()), _CPU)
-    if device.type == "cuda":
+    if tier is not None and tier.place.device != device:  # of another model than the one that is trained
+        tier.close()
+        tier = None
+    if tier is not None and isinstance(tier.place, HostPlace):
+        tier.place.set_limit(host_limit_bytes)
+    elif device.type == "cuda":
         tier = ParameterTier(
             HostPlace(device, limit_bytes=host_limit_bytes), window_bytes=window_bytes, min_bytes=min_bytes
         )
@@ -112,9 +118,12 @@ def open_parameter_streaming(
     if kept is not None:
         kept.parameters = streaming
     _log.info("%s of the parameters are %s", format_bytes(streaming.away_bytes), tier.place.words)
+    saving = StateDictsBelow(model, tier) if isinstance(tier.place, HostPlace) else None
 
     def close() -> None:
         try:
+            if saving is not None:
+                saving.undo()
             streaming.undo()
             tier.close()
         except StoreError as error:

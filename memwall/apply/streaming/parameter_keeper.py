@@ -10,6 +10,7 @@ from torch import nn
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.optimizer_state.open_on_disk import OpenOnDisk
 from memwall.apply.streaming.building import Building, leaves_no_room
+from memwall.apply.streaming.building_on_device import building_on_device
 from memwall.apply.streaming.gradients import StandsFor
 from memwall.apply.streaming.open_streaming import (
     hooked,
@@ -19,11 +20,12 @@ from memwall.apply.streaming.open_streaming import (
 )
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
+from memwall.apply.streaming.places import HostPlace
 from memwall.apply.streaming.room_in_memory import coming_bytes_of, give_back, lacks_room
 from memwall.apply.streaming.stream_units import hooked_parameters
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.machine.limits import memory_limit_bytes
-from memwall.machine.meter import meter_of, process_bytes
+from memwall.machine.meter import CudaMeter, meter_of
 from memwall.planning.techniques.parameters import MIN_PARAMETER_BYTES, ParameterPlacement, parameter_window_bytes
 from memwall.trace.optimizers import Optimizers
 from memwall.units import format_bytes
@@ -43,8 +45,9 @@ class ParameterKeeper:
         self._disk, self._capacity_bytes = disk, capacity_bytes
         self._opened = OpenOnDisk[ParameterStreaming]()
         self._building: Building | None = None
-        self.is_watching = False
-        """Says whether models are built by a script that is watched, so that no budget has to have room for that."""
+        self.watched = ""
+        """Names the kind of device whose models are built by a script that is watched: no budget has to have room for
+        that."""
         self._was_built_there = False
         self.built_from_bytes = 0
         """Says from which budget on models that were built on disk are built in memory; 0 where they were."""
@@ -81,9 +84,19 @@ class ParameterKeeper:
         """Says how many gradients have left memory, or terms of them."""
         return 0 if self._streaming is None else self._streaming.tier.num_spilled
 
-    def watch_building(self, budget_bytes: int, allocator: AllocatorHandler) -> None:
-        """Puts parameters that would not fit on disk as they are made, until the model is called."""
+    def watch_building(
+        self, budget_bytes: int, allocator: AllocatorHandler, host_limit: Callable[[], int] | None = None
+    ) -> None:
+        """Has parameters that would not fit leave as they are made, until the model is called.
+
+        Args:
+            host_limit: says how much host memory may be taken, of a run on CUDA; None where the disk takes them.
+        """
         window_bytes = parameter_window_bytes(budget_bytes)
+        self.watched = "cpu" if host_limit is None else "cuda"
+        if host_limit is not None:
+            self._building = building_on_device(budget_bytes, window_bytes, host_limit)
+            return
 
         def opened() -> ParameterTier:
             _log.info("parameters go to disk as they are made: %s have no room for them", format_bytes(budget_bytes))
@@ -95,7 +108,6 @@ class ParameterKeeper:
                 min_bytes=MIN_PARAMETER_BYTES,
             )
 
-        self.is_watching = True
         self._building = Building(leaves_no_room(budget_bytes, window_bytes), opened)
 
     def end_building(self) -> None:
@@ -189,7 +201,7 @@ class ParameterKeeper:
         except (ApplyError, StoreError) as error:
             reason = str(error)
         if reason is not None:
-            self.bring_back_within(budget_bytes, reason)
+            self.bring_back_within(model, budget_bytes, reason)
             _log.info("the first step keeps parameters and gradients in memory: %s", reason)
         return reason is None
 
@@ -214,7 +226,7 @@ class ParameterKeeper:
         if tier is not None:
             tier.close()
 
-    def bring_back_within(self, budget_bytes: int, reason: str) -> None:
+    def bring_back_within(self, model: nn.Module, budget_bytes: int, reason: str) -> None:
         """Does what `bring_back` does, where parameters cannot stay on disk for a reason.
 
         Above the budget, too: the step is recorded there, and the refusal after it names a budget that would do.
@@ -226,10 +238,13 @@ class ParameterKeeper:
         coming_bytes = self.built_bytes
         if not coming_bytes and self._was_built_there:
             coming_bytes = self.absent_bytes + self.others_absent_bytes
-        needed_bytes = process_bytes() + coming_bytes
-        if coming_bytes and needed_bytes > max(budget_bytes, memory_limit_bytes()):
+        meter = meter_of(model)
+        needed_bytes = meter.now_bytes() + coming_bytes
+        there_are_bytes = meter.total_bytes if isinstance(meter, CudaMeter) else memory_limit_bytes()
+        if coming_bytes and needed_bytes > max(budget_bytes, there_are_bytes):
+            where = "host memory" if meter.device == "cuda" else "disk"
             raise ApplyError(
-                f"parameters went to disk while the script built them, since {format_bytes(budget_bytes)} have no room "
+                f"parameters went to {where} while the script built them, as {format_bytes(budget_bytes)} have no room "
                 f"for them, and cannot stay there: {reason}; give a budget above "
                 f"{format_bytes(needed_bytes, rounding='up')}"
             )
@@ -263,8 +278,15 @@ class ParameterKeeper:
         )
 
     @property
+    def pinned_bytes(self) -> int:
+        """Counts the host memory that is pinned for parameters of a device, and their gradients."""
+        building = None if self._building is None else self._building.tier
+        tier = building if self._streaming is None else self._streaming.tier
+        return tier.place.pinned_bytes if tier is not None and isinstance(tier.place, HostPlace) else 0
+
+    @property
     def built_bytes(self) -> int:
-        """Counts the bytes of parameters that were put on disk while they were built and are not in memory now."""
+        """Counts the bytes of parameters that left while they were built and are not in memory now."""
         tier = None if self._building is None else self._building.tier
         return 0 if tier is None else tier.num_bytes - tier.resident_bytes
 

@@ -151,6 +151,15 @@ class HostPlace:
         self._proof = RoundTripProof()
 
     @property
+    def pinned_bytes(self) -> int:
+        """Counts the bytes that are pinned now."""
+        return self._space.pinned_bytes
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Sets the most to pin."""
+        self._space.set_limit(limit_bytes)
+
+    @property
     def bytes_written(self) -> int:
         """Counts the bytes that left the device so far."""
         return self._space.bytes_written
