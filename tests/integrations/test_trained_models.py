@@ -1,5 +1,6 @@
 """The models of a script are found from what is alive: its optimizers hold parameters, its modules hold them too."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from memwall.integrations.scripts.script_watch import ScriptWatch
 from memwall.integrations.scripts.trained_models import TrainedModels, as_one, optimizers_alive, trained_with
 from memwall.trace.together import TrainedTogether, models_of
 
@@ -109,6 +111,25 @@ def test_a_model_in_lower_precision_is_stepped_by_hand(dtype: torch.dtype, is_tr
     found = found_with(called)
     assert found.is_trained == is_trained
     assert called in found.models
+    assert optimizer.param_groups
+
+
+@pytest.mark.parametrize("has_gradients", [False, True], ids=["a teacher", "mixed precision by hand"])
+def test_one_in_lower_precision_is_let_go_of_where_the_other_is_called_and_it_has_no_gradient(
+    has_gradients: bool,
+) -> None:
+    begun: list[nn.Module] = []
+    watch = ScriptWatch("train.py", lambda model, called, has_optimizer: begun.append(model))
+    model = nn.Linear(3, 3)
+    lower, optimizer = copy.deepcopy(model).bfloat16(), adam(model)
+    for number in range(2):
+        for called in (lower, model):
+            watch.before_forward(called)
+            watch.after_forward(called)
+            if has_gradients and not number and called is lower:
+                lower(torch.ones(1, 3).bfloat16()).sum().backward()
+    assert begun[0] is lower
+    assert [set(models_of(each)) for each in begun[1:]] == [{lower, model} if has_gradients else {model}]
     assert optimizer.param_groups
 
 
