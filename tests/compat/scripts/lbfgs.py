@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(0)
-WIDTH, BATCH, LENGTH, STEPS = 64, 640, 100, 2
+WIDTH, BATCH, LENGTH, STEPS = 64, 97, 250, 3
 
 
 class Sequence(nn.Module):

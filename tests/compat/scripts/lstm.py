@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import nn
 
 torch.manual_seed(0)
-WIDTH, LAYERS, BATCH, LENGTH, WORDS, STEPS = 384, 8, 128, 64, 2000, 4
+WIDTH, BATCH, LENGTH, WORDS, STEPS = 384, 128, 64, 2000, 5
 
 
 class WordModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.drop = nn.Embedding(WORDS, WIDTH), nn.Dropout(0.2)
-        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(3))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words, states):
@@ -28,7 +28,7 @@ class WordModel(nn.Module):
 
 model = WordModel()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-states = [None] * LAYERS
+states = [None] * 3
 for _ in range(STEPS):
     words = torch.randint(WORDS, (BATCH, LENGTH + 1))
     output, states = model(words[:, :-1], states)
