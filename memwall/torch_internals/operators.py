@@ -131,6 +131,7 @@ class _Absent:
 
 
 _NEEDED_FOR = {
+    "_amp_foreach_non_finite_check_and_unscale_.default": "taking the scale off gradients that are away",
     **dict.fromkeys(
         (
             "_local_scalar_dense.default",

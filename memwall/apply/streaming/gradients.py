@@ -17,7 +17,7 @@ from memwall.errors import ApplyError
 from memwall.store.paged import WriteBehind
 from memwall.store.room import with_room
 from memwall.torch_internals.dispatch import disabled_torch_function, make_wrapper, without_dispatch_modes
-from memwall.torch_internals.operators import schema_of
+from memwall.torch_internals.operators import operator_named, schema_of
 from memwall.torch_internals.storages import weak_tensor_dict
 from memwall.torch_internals.trees import tree_leaves, tree_map
 
@@ -29,6 +29,9 @@ _DEFERRED = frozenset(
         *(_aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.default, _aten.zero_.default),
     )
 )
+
+# Written in place, each by itself: what gradient scaling does to all of them at once.
+_UNSCALED = operator_named("_amp_foreach_non_finite_check_and_unscale_.default")
 
 Operation = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """Is an operation on a gradient: what is called, the arguments that follow it, and those by name."""
@@ -168,6 +171,16 @@ class GradientStore:
         self._deferred.append(operation)
         self._numbers = {}
 
+    def rewrite(self, write: Callable[[Tensor], object]) -> None:
+        """Has its elements written in memory, and away again."""
+        tensor = self.load()
+        self._paged_tensor().changed()
+        try:
+            write(tensor)
+        finally:
+            self._deferred, self._num_done, self._numbers = [], 0, {}
+            self.unload()
+
     def drop(self) -> None:
         """Forgets the gradient; its place on disk is kept for the next one."""
         if self.handle is not None:
@@ -245,6 +258,8 @@ class SpilledGradient(Tensor):
         kwargs = kwargs or {}
         away = list(dict.fromkeys(v for v in tree_leaves((args, kwargs)) if isinstance(v, SpilledGradient)))
         away = [handle for handle in away if handle.is_away()]
+        if func is _UNSCALED:
+            return _unscale(away, *args)
         if len(away) == 1 and away[0] is args[0]:
             operation = (func, args[1:], kwargs)
             if func in _DEFERRED and all(_is_number(value) for value in tree_leaves((args[1:], kwargs))):
@@ -291,6 +306,17 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], away: list[Sp
     finally:
         for store in loaded:
             store.unload()
+
+
+def _unscale(away: list[SpilledGradient], gradients: Sequence[Tensor], *numbers: Tensor) -> None:
+    """Takes the scale off gradients, those that are away one after the other, and notes whether one is not finite."""
+    for handle in away:
+        handle._store.rewrite(lambda gradient: _UNSCALED([gradient], *numbers))
+    is_away = set(map(id, away))
+    others = [gradient for gradient in gradients if id(gradient) not in is_away]
+    here = [gradient.taken if isinstance(gradient, SpilledGradient) else gradient for gradient in others]
+    if here:
+        _UNSCALED(here, *numbers)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -94,12 +94,14 @@ def trained(
     clip: float = 0.0,
     recomputes: bool = False,
     staying: tuple[str, ...] = (),
+    scale: float = 0.0,
 ) -> tuple[dict[str, Tensor], list[float], int]:
     """Returns weights and state, losses, and the most bytes that the last step held."""
     torch.manual_seed(0)
     model = Net(recomputes=recomputes).cuda()
     optimizer = make(model.parameters())
     losses: list[float] = []
+    scaler = torch.amp.GradScaler("cuda", enabled=scale > 0, init_scale=scale or 1.0)
     with below(model, optimizer, staying=staying) if is_below else nullcontext():
         for step in range(3):
             torch.cuda.reset_peak_memory_stats()
@@ -107,11 +109,14 @@ def trained(
                 torch.manual_seed(10 * step + part)
                 tokens = torch.randint(VOCABULARY, (2, 17), device="cuda")
                 loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-                loss.backward()
+                scaler.scale(loss).backward()
                 losses.append(loss.item())
+            if scale and clip:
+                scaler.unscale_(optimizer)
             if clip:
                 losses.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
         peak_bytes = torch.cuda.max_memory_allocated()
     found = {name: value.cpu() for name, value in model.state_dict().items()}
@@ -141,8 +146,9 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
         {"clip": 0.05},
         {"recomputes": True},
         {"staying": ("blocks.0", "blocks.1"), "num_parts": 2, "clip": 0.05},
+        {"scale": 1024.0, "num_parts": 2, "clip": 0.05},
     ],
-    ids=["plain", "accumulated", "clipped", "recomputed", "some_stay"],
+    ids=["plain", "accumulated", "clipped", "recomputed", "some_stay", "scaled"],
 )
 def test_a_training_keeps_its_bits_and_holds_less(make: Make, how: dict[str, Any]) -> None:
     expected, losses, plain_bytes = trained(make, is_below=False, **how)
@@ -151,6 +157,24 @@ def test_a_training_keeps_its_bits_and_holds_less(make: Make, how: dict[str, Any
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert held_bytes < plain_bytes - 4 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("scale", [1024.0, 1e38])
+def test_gradients_stay_away_while_their_scale_is_taken_off(scale: float) -> None:
+    """GIVEN gradients in host memory WHEN GradScaler looks at all of them at once THEN none is back for good."""
+    torch.manual_seed(0)
+    model = Net().cuda()
+    before = model.blocks[0].up.weight.detach().cpu()
+    optimizer, scaler = adamw(model.parameters()), torch.amp.GradScaler("cuda", init_scale=scale)
+    with below(model, optimizer) as streaming:
+        scaler.scale(model(torch.randint(VOCABULARY, (2, 16), device="cuda")).square().sum()).backward()
+        scaler.unscale_(optimizer)
+        assert all(member.gradient.handle is not None for member in streaming.tier)
+        streaming.tier.writes.drain()
+        assert streaming.resident_bytes == 0
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.equal(model.blocks[0].up.weight.detach().cpu(), before) == (scale > 1e30)
 
 
 def test_between_steps_and_while_one_block_runs_the_others_are_away() -> None:
