@@ -179,6 +179,28 @@ def test_a_block_that_adds_to_gradients_itself_does_so_once(kind: type[Block]) -
     assert "adds to gradients itself" in session.measured.lost["recompute", "blocks.1"]
 
 
+class AddsGradientsLater(Block):
+    """Begins to add them after a while, before its last layer."""
+
+    num_before = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sigmoid(self.inner(x))
+        self.num_before -= 1
+        if self.num_before < 0:
+            y.square().mean().backward(retain_graph=True)
+        return x + self.outer(y)
+
+
+def test_a_block_that_begins_to_add_to_gradients_later_ends_the_run() -> None:
+    model = model_with(AddsGradientsLater)
+    with (
+        Session(plan=plan_of(model, Recompute(block="blocks.1"))) as session,
+        pytest.raises(ApplyError, match=r"'blocks\.1' is recomputed in backward, and its forward adds to gradients"),
+    ):
+        trained(model, session, num_steps=8)
+
+
 def test_without_room_to_drop_such_a_block_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AllocatorHandler, "room_bytes", lambda handler: 0)
     model = model_with(AddsGradients)

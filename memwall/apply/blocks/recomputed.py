@@ -40,6 +40,7 @@ Forward = Callable[..., Any]
 
 _log = logging.getLogger(__name__)
 
+_ADDS = "its forward adds to gradients itself, by a backward of its own say, which a second run does again"
 _LEFT_ALONE = "give a budget whose plan does not recompute it, or, of a plan file, take it out of the actions"
 
 
@@ -124,7 +125,7 @@ class RecomputedBlock:
             call.kept = KeptOperations(self.kept, is_proving=True)
         random = _TorchRandom(tensors)
         versions = list(map(version_of, tensors))
-        with AddedGradients((*tensors, *nn.Module.parameters(self._module))) as added:
+        with self.seeing_added(tensors) as added:
             out = call.begin(tensors)
         self._is_proven = True
         saved, before = list(first.taken), list(map(digest_of, _tensors_in(out)))
@@ -136,10 +137,9 @@ class RecomputedBlock:
             self._drop("it writes into a tensor that it is called with, which a second run would do again")
             return out
         if added.are_there:
-            reason = "its forward adds to gradients itself, by a backward of its own say, which a second run does again"
             if first.lacked_bytes:  # what it saved has gone, and its own backward may have run it again already
-                raise ApplyError(f"'{self.path}' is recomputed in backward, and {reason}: {_LEFT_ALONE}")
-            self._drop(reason)
+                raise self.adds()
+            self._drop(_ADDS)
             return out
         if call.kept is not None and call.kept.overwritten:
             self._drop(call.kept.overwritten)
@@ -160,6 +160,14 @@ class RecomputedBlock:
             return out
         self._drop(f"a second run of its forward differs: {found}; {self.cause(call.hidden)}")
         return out  # its backward has what the first run saved
+
+    def seeing_added(self, tensors: Sequence[Tensor] = ()) -> AddedGradients:
+        """Returns what sees that a run within it adds to gradients, of the block or of these tensors."""
+        return AddedGradients((*tensors, *nn.Module.parameters(self._module)))
+
+    def adds(self) -> ApplyError:
+        """Returns the error of a block that adds to gradients in a run that repeats another."""
+        return ApplyError(f"'{self.path}' is recomputed in backward, and {_ADDS}: {_LEFT_ALONE}")
 
     def _drop(self, reason: str) -> None:
         self._counts.dropped = reason
@@ -210,6 +218,8 @@ class _Call:
         """Says what there was too little room for a second run in forward; 0 where it was made."""
         self._block, self._forward = block, forward
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._is_begun = self._is_read_at_once = False
+        """Says whether the first run goes on, and whether what it saves was asked for before its end."""
         self._failure: BaseException | None = None
         """Holds the error of the first run until torch has taken its hooks back, which 2.11 does where none passes."""
 
@@ -230,6 +240,7 @@ class _Call:
             (args, kwargs), self._given = self._given, None
             # Hooks that hold torch's own, which hold this: neither would go before the garbage collector comes.
             digesting, self.digesting = self.digesting, None
+            self._is_begun = True
             try:
                 with digesting or nullcontext():
                     return self._forward(*args, **kwargs)
@@ -237,12 +248,28 @@ class _Call:
                 self._failure = error
                 return None
             finally:
+                self._is_begun = False
                 self.hidden.settle()
+        self._is_read_at_once |= self._is_begun
         if self.expected is not None and any(tensor.is_cuda for tensor in tensors):
             torch.cuda.empty_cache()  # as after the proof in forward
         args, kwargs = self.arguments.filled(tensors)
-        with self.hidden.recalled(), _spared(self._block.norms), self._compared():
+        with self.hidden.recalled(), _spared(self._block.norms), self._compared(), self._adding_nothing():
             return self._forward(*args, **kwargs)
+
+    @contextmanager
+    def _adding_nothing(self) -> Iterator[None]:
+        """Sees that a run adds to no gradients, where the first one has gone through its own graph: it may have."""
+        if not self._is_read_at_once:
+            yield
+            return
+        added = self._block.seeing_added()
+        try:
+            with added:
+                yield
+        finally:  # torch ends the run with the last tensor
+            if added.are_there:
+                raise self._block.adds()
 
     @contextmanager
     def _compared(self) -> Iterator[None]:
