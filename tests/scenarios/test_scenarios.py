@@ -28,6 +28,7 @@ _plain: dict[str, Result] = {}
 FAULTS = {
     ("closure_of_adamw", "planner's choice at 70 %"),
     ("gradient_penalty", "planner's least"),
+    ("gradient_penalty", "parameters-on-disk"),
     ("gradients_once_more_after_a_backward", "gradient-release"),
     ("copies_the_model_in_mid_run", "gradient-release"),
     ("a_block_that_runs_a_backward_of_its_own", "recompute"),

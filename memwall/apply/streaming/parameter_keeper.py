@@ -75,6 +75,11 @@ class ParameterKeeper:
         return 0 if streaming is None else streaming.away_bytes - streaming.resident_bytes
 
     @property
+    def why_given_up(self) -> str:
+        """Returns why all of them stay in memory by now; "" where they do not, or nothing is known of it."""
+        return "" if self._streaming is None else self._streaming.why_given_up
+
+    @property
     def others_absent_bytes(self) -> int:
         """Counts the bytes of other models' parameters that were built on disk and are not in memory now."""
         return 0 if self._streaming is None else self._streaming.others_absent_bytes

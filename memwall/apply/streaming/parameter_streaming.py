@@ -62,6 +62,8 @@ class ParameterStreaming:
         self._numbers = itertools.count()
         self._last_call: Call | None = None
         self._held: dict[Unit, object] = {}
+        self.why_given_up = ""
+        """Says why all parameters stay in memory for good; "" where they do not."""
         self._step = StreamedStep(tier)
         units = find_units(model, repeated_blocks(model) if blocks is None else blocks)
         units = units if has_root else tuple(unit for unit in units if unit.module is not model)
@@ -312,6 +314,7 @@ class ParameterStreaming:
                 "of them that are on disk; a smaller model has room"
             )
         _log.warning("%s: parameters and gradients stay in memory, which may pass the budget", what)
+        self.why_given_up = what
         for member in members:
             self.tier.give_up(member)
 

@@ -73,5 +73,7 @@ class ParameterEffect(Effect):
         if away_bytes and absent_bytes >= _PRESENT_SHARE * away_bytes:  # one of two blocks may wait like that
             return ""
         if away_bytes == 0:
+            if why := self._parameters.why_given_up:
+                return f"{why}, which needs all of them in memory: make the plan without them on disk"
             return f"all of them are in memory: {_WHY_PRESENT}"
         return f"{format_bytes(away_bytes - absent_bytes)} of {format_bytes(away_bytes)} are in memory: {_WHY_PRESENT}"
