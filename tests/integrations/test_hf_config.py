@@ -96,6 +96,10 @@ def test_code_that_a_model_brings_along_is_never_run(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", r"config\.json is not JSON \(JSONDecodeError: .*\); expected a Hugging Face config\.json$"),
+        (
+            '{"hidden_size": ' + "9" * 5000 + "}",
+            r"config\.json is not JSON \(ValueError: Exceeds the limit \(4300 digits\)",
+        ),
         ("[1]", r"config\.json holds a JSON list; expected a Hugging Face config\.json, an object$"),
         ("\ud800", r"config\.json is not JSON \(UnicodeDecodeError: .*\); expected a Hugging Face config\.json$"),
         (None, r"there is no file .*config\.json; expected a Hugging Face config\.json or the folder it is in$"),

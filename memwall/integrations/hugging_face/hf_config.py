@@ -128,7 +128,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UsageError(f"there is no file {path}; expected a Hugging Face config.json or the folder it is in")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # no text, no JSON, or a number of more than 4,300 digits
         raise UsageError(f"{path} is not JSON ({_one_line(error)}); expected a Hugging Face config.json") from error
     if not isinstance(data, dict):
         raise UsageError(f"{path} holds a JSON {type(data).__name__}; expected a Hugging Face config.json, an object")
