@@ -203,8 +203,8 @@ MUTATIONS = (
     Mutation(
         "a block that adds to gradients itself does so once more in a second run",
         "memwall/apply/blocks/recomputed.py",
-        "if added.are_there:",
-        "if False:",
+        "        if added.are_there:\n            if first.lacked_bytes:",
+        "        if False:\n            if first.lacked_bytes:",
         ("tests/apply/test_proofs.py",),
     ),
     Mutation(
