@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(0)
-WIDTH, BATCH, STEPS = 24, 512, 4
+WIDTH, BATCH, STEPS = 12, 448, 3
 
 
 class Generator(nn.Module):
@@ -16,6 +16,7 @@ class Generator(nn.Module):
             nn.ConvTranspose2d(32, 4 * WIDTH, 4, 1, 0, bias=False), nn.BatchNorm2d(4 * WIDTH), nn.ReLU(True),
             nn.ConvTranspose2d(4 * WIDTH, 2 * WIDTH, 4, 2, 1, bias=False), nn.BatchNorm2d(2 * WIDTH), nn.ReLU(True),
             nn.ConvTranspose2d(2 * WIDTH, WIDTH, 4, 2, 1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU(True),
+            nn.ConvTranspose2d(WIDTH, WIDTH, 4, 2, 1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU(True),
             nn.ConvTranspose2d(WIDTH, WIDTH, 4, 2, 1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU(True),
             nn.Conv2d(WIDTH, 3, 3, 1, 1), nn.Tanh(),
         )  # fmt: skip
@@ -31,6 +32,7 @@ class Discriminator(nn.Module):
             nn.Conv2d(3, WIDTH, 3, 1, 1), nn.LeakyReLU(0.2),
             nn.Conv2d(WIDTH, WIDTH, 4, 2, 1), nn.BatchNorm2d(WIDTH), nn.LeakyReLU(0.2),
             nn.Conv2d(WIDTH, 2 * WIDTH, 4, 2, 1), nn.BatchNorm2d(2 * WIDTH), nn.LeakyReLU(0.2),
+            nn.Conv2d(2 * WIDTH, 2 * WIDTH, 4, 2, 1), nn.BatchNorm2d(2 * WIDTH), nn.LeakyReLU(0.2),
             nn.Conv2d(2 * WIDTH, 1, 8, 1, 0), nn.Flatten(),
         )  # fmt: skip
 
@@ -44,7 +46,7 @@ optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=2e-4, betas=(0.5, 
 criterion = nn.BCEWithLogitsLoss()
 for _ in range(STEPS):
     optimizer_d.zero_grad()
-    real = torch.rand(BATCH, 3, 32, 32)
+    real = torch.rand(BATCH, 3, 64, 64)
     criterion(discriminator(real), torch.ones(BATCH, 1)).backward()
     fake = generator(torch.randn(BATCH, 32, 1, 1))
     criterion(discriminator(fake.detach()), torch.zeros(BATCH, 1)).backward()
