@@ -147,7 +147,6 @@ class Steps:
     def end(self, *, completed: bool) -> None:
         """Ends what is measured; of a run that has ended well a first step that was alone is planned."""
         self._note_engine_failure()
-        self._unseen.end()
         if completed:
             self._clock.settle()
         self.log.flush()
@@ -241,12 +240,12 @@ class Steps:
                     trains_copies=self.borders.trains_copies,
                 )
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, trains: Callable[[], bool]) -> None:
         """Hears of a backward of a script that has called no model: ends the run where its steps pass the budget."""
         self._watch.start(self.live.budget_bytes)
         self._watch.look()
         with self._ending_the_run():
-            self._unseen.backward_begins()
+            self._unseen.backward_begins(trains)
 
     def _run_forward(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a forward, and runs it again where memory runs out and that can be.

@@ -8,11 +8,9 @@ from torch import nn
 from torch.func import functional_call, grad
 
 torch.manual_seed(0)
-WIDTH, LAYERS, BATCH, STEPS = 256, 24, 12288, 3
+WIDTH, BATCH, STEPS = 512, 18432, 4
 model = nn.Sequential(
-    nn.Linear(32, WIDTH),
-    *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)),
-    nn.Linear(WIDTH, 10),
+    nn.Linear(32, WIDTH), *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)), nn.Linear(WIDTH, 10)
 )
 weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
