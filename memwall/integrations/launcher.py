@@ -112,10 +112,8 @@ class ScriptRun:
         self.watch.after_forward(module)
 
     def _backward_begins(self) -> None:
-        if self.watch.has_all_frozen:
-            return
         with self.watch.guarded():
-            self.session.backward_begins()
+            self.session.backward_begins(lambda: not self.watch.has_all_frozen)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         with self.watch.guarded():

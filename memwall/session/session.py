@@ -373,13 +373,16 @@ class Session:
         """
         self._borders.enter_forward(called)
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, trains: Callable[[], bool] = lambda: True) -> None:
         """Says that a loop which has called no model until now begins a backward: its steps are watched, not planned.
+
+        Args:
+            trains: returns whether the backward may be one of a training step; asked while steps are judged.
 
         Raises:
             InfeasibleError: they have passed the budget.
         """
-        self._steps.backward_begins()
+        self._steps.backward_begins(trains)
 
     def end_step(self) -> None:
         """Says that every optimizer has stepped and gradients are dropped: what runs next is no part of the step.

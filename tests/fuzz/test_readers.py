@@ -16,6 +16,8 @@ from fuzz.structured import mutated
 pytestmark = pytest.mark.slow
 
 _NUM_MUTANTS = 8
+_NOT_KEPT = ("deepspeed", "next_budget", "checkpoint")
+"""Readers of which the archive has no files yet."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,9 @@ def test_what_fuzzing_has_found_is_refused_or_read(
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "in"
     folder.mkdir()
-    for content in kept(name) or whole[name]:
+    found = kept(name)
+    assert found or name in _NOT_KEPT
+    for content in found or whole[name]:
         check(name, content, folder)
 
 

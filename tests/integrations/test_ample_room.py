@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.errors import UsageError
 from memwall.integrations.scripts import ample_room
 from memwall.integrations.scripts.ample_room import AmpleRoom
@@ -261,3 +262,15 @@ def test_what_a_step_frees_is_returned_once_too_much_is_held(tmp_path: Path) -> 
     grown_bytes = process_bytes() - held_bytes
     parking.end()
     assert grown_bytes < live_bytes + 16 * size
+
+
+def test_a_step_goes_on_where_another_session_has_the_heap(tmp_path: Path) -> None:
+    other, parking, model = AllocatorHandler(), LateParking(0, str(tmp_path), None), nn.Linear(4, 4)
+    other.apply_tight()
+    try:
+        parking.begin(model)
+        model(torch.ones(3, 4)).exp().sum().backward()
+        parking.end()
+    finally:
+        other.undo()
+    assert model.weight.grad is not None

@@ -9,6 +9,8 @@ from torch import nn
 
 from memwall.cli.app import main
 from memwall.integrations.scripts.bare_steps import BareSteps
+from memwall.integrations.scripts.script_watch import ScriptWatch
+from memwall.patches import Patches
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,6 +81,21 @@ def test_a_model_that_is_frozen_while_samples_are_drawn_from_it_is_planned(
     said = capsys.readouterr().err
     assert "has called no model" not in said
     assert re.search(r"the smallest feasible one is [\d.,]+ \w+,", said)
+
+
+def test_a_backward_is_of_no_step_while_all_that_optimizers_train_is_frozen() -> None:
+    watch, patches = ScriptWatch("train.py", lambda *_: None), Patches("listens")
+    watch.listen(patches)
+    assert not watch.has_all_frozen
+    net, image = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    first = torch.optim.SGD(net.parameters(), lr=0.1)
+    assert not watch.has_all_frozen
+    net.requires_grad_(False)
+    assert watch.has_all_frozen
+    later = torch.optim.SGD([image], lr=0.1)
+    assert not watch.has_all_frozen, "a later optimizer trains the image"
+    patches.undo()
+    del first, later
 
 
 def test_every_way_to_compute_gradients_is_heard_of_until_the_end() -> None:

@@ -11,6 +11,7 @@ from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.patches import Patches
 from memwall.store.room import cuda_room_bytes
 from memwall.torch_internals.modules import own_parameters
+from memwall.trace.attached import attach_hook
 from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class StateDictsBelow:
         saved = partial(self._saved)  # torch marks it with an attribute, which no method can have
         for module in model.modules():
             if any(p is not None and tier.get(p) is not None for p in own_parameters(module).values()):
-                self._patches.hook(module.register_state_dict_post_hook, saved)
+                self._patches.push(attach_hook(module.register_state_dict_post_hook, saved))
 
     def undo(self) -> None:
         """Has state dicts on the device from now on."""

@@ -41,7 +41,10 @@ def run_as_is(
         nonlocal planned
         from memwall.integrations.launcher import ScriptRun  # 25 MiB and a second, for which there may be no need
 
-        planned = ScriptRun(script.name, open_session(), is_last=True, has_trained=room.has_trained)
+        session = open_session()
+        if not room.num_steps:  # what the script has held until now comes before its first step in the next run as well
+            session.measured.begin_peak_bytes = room.begin_peak_bytes
+        planned = ScriptRun(script.name, session, is_last=True, has_trained=room.has_trained)
         if called is not None:  # the hooks just made are not in the list this call is going through
             planned.watch.before_forward(called)
 

@@ -84,6 +84,8 @@ class AmpleRoom:
     ) -> None:
         self._name, self._budget_bytes, self._take_over = name, budget_bytes, take_over
         self._quarter_bytes = _quarter_of(budget_bytes)
+        self.begin_peak_bytes = process_peak_bytes()
+        """The most that the process held before the script began."""
         self.num_steps = 0
         self.failure: MemwallError | None = None
         """Holds what was raised when the run was handed over, should the script have caught it."""

@@ -8,10 +8,12 @@ frees and makes blocks of many sizes.
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 
+from memwall.errors import ApplyError
 from memwall.machine.meter import process_bytes
 from memwall.patches import undo_all
 from memwall.torch_internals.autograd import SavedTensorHooksBeneath
@@ -92,5 +94,6 @@ class LateParking:
         )
         allocator = AllocatorHandler()
         self._ends += [close, allocator.undo]
-        allocator.apply_tight(_SHARE_OF_BUDGET * self._most_bytes, WINDOW_BYTES)
+        with suppress(ApplyError):  # another session has the heap, or there are no addresses for it: malloc does, too
+            allocator.apply_tight(_SHARE_OF_BUDGET * self._most_bytes, WINDOW_BYTES)
         _log.info("the first step holds more than a quarter of its budget: what is saved from here on goes to disk")

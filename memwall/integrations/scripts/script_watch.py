@@ -105,6 +105,12 @@ class ScriptWatch:
     def listen(self, patches: Patches) -> None:
         """Looks at every call of a module from now on."""
         self._forwards.listen(patches)
+
+        def made(original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._waiting.clear()
+
+        patches.wrap(torch.optim.Optimizer, "__init__", made)
         patches.hook(register_module_forward_pre_hook, self.before_forward)
         patches.hook(register_module_forward_hook, self.after_forward, always_call=True)
 

@@ -173,7 +173,7 @@ class RecordingSearch:
             self.settings.budget_bytes,
             self.settings.first_step,
         )
-        if self.has_margin and (first is None or first.needed_bytes <= budget_bytes):
+        if self.has_margin and (first is None or max(first.needed_bytes, first.before_bytes) <= budget_bytes):
             smallest_bytes = min(smallest_bytes, budget_bytes)  # this run is the proof
         made = plan_of(
             found,

@@ -126,6 +126,8 @@ def _smallest(tiers: Sequence[Tier]) -> Tier:
 def _largest(steps: Sequence[FirstStep]) -> FirstStep:
     return FirstStep(
         needed_bytes=max(step.needed_bytes for step in steps),
+        before_bytes=max(step.before_bytes for step in steps),
+        left_out_bytes=max(step.left_out_bytes for step in steps),
         in_memory_bytes=max(step.in_memory_bytes for step in steps),
         stays_from_bytes=max(step.stays_from_bytes for step in steps),
         evaluation_batch=max(step.evaluation_batch for step in steps),

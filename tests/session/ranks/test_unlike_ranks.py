@@ -18,6 +18,7 @@ from memwall.planning.planfile import Plan
 from memwall.planning.settings import Settings
 from memwall.planning.technique import techniques
 from memwall.planning.techniques.recompute import Recompute
+from memwall.predict.first_step import FirstStep
 from memwall.session.ranks.agreement import Ranks
 from memwall.session.ranks.shared_plan import check_equal, planned_together, save_together
 from memwall.trace.records import Trace
@@ -70,6 +71,31 @@ def test_ranks_that_wait_for_each_other_in_forward_have_one_plan(trace: Trace) -
         collective = msgspec.structs.replace(step.ops[0], name=len(trace.names), phase="forward")
         steps.append(msgspec.structs.replace(step, ops=(collective, *step.ops[1:])))
     assert planned_by(msgspec.structs.replace(trace, names=names, steps=tuple(steps)), TRAINED) == [0, 0, 0]
+
+
+def test_what_any_rank_held_before_its_first_step_is_planned_for(trace: Trace) -> None:
+    """GIVEN alike ranks, one of which drew samples first THEN the number told has room for that, and for blocks left
+    out."""
+
+    def do(ranks: Ranks) -> None:
+        def solve(trace: Trace, settings: Settings) -> tuple[Trace, Plan]:
+            first = settings.first_step
+            assert first is not None
+            raise InfeasibleError(
+                "known", budget_bytes=9, smallest_feasible_bytes=first.before_bytes + first.left_out_bytes
+            )
+
+        held = FirstStep(
+            needed_bytes=5,
+            in_memory_bytes=0,
+            stays_from_bytes=0,
+            before_bytes=700 * (ranks.rank == 1),
+            left_out_bytes=30 * (ranks.rank == 2),
+        )
+        planned_together(ranks, trace, Settings(budget_bytes=9, first_step=held), solve, trained=(True, True))
+
+    errors = on_ranks(3, do)
+    assert {error.smallest_feasible_bytes for error in errors} == {730}
 
 
 @pytest.mark.parametrize("lacking", [{2: 700}, {0: 900, 2: 700}, {0: 700, 2: 900}], ids=str)
