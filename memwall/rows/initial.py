@@ -45,7 +45,7 @@ class InitialRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def _levels(kind: Literal["normal", "uniform"]) -> Tensor:
     """Returns 65 536 equally likely values; normal ones lie on a grid, so that no machine's `erf` shows."""
     if kind == "uniform":
-        return (torch.arange(NUM_LEVELS, device="cpu") - (NUM_LEVELS - 1) / 2) / (NUM_LEVELS / 2)
+        return (torch.arange(NUM_LEVELS, dtype=torch.float32, device="cpu") - (NUM_LEVELS - 1) / 2) / (NUM_LEVELS / 2)
     middles = (torch.arange(NUM_LEVELS, dtype=torch.float64, device="cpu") + 0.5) / NUM_LEVELS
     levels: Tensor = (torch.special.ndtri(middles) * _GRID).round().div(_GRID).float()
     return levels

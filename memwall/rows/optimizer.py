@@ -33,7 +33,8 @@ def _sgd(group: dict[str, Any], dim: int) -> RowUpdate:
 
 def _adagrad(group: dict[str, Any], dim: int) -> RowUpdate:
     sums = RowColumns(name="sum", width=dim, initial=float(group["initial_accumulator_value"]))
-    return RowUpdate(columns=(sums,), first_count=torch.tensor(0.0, device="cpu"), is_linear=False)
+    count = torch.tensor(0.0, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32), device="cpu")
+    return RowUpdate(columns=(sums,), first_count=count, is_linear=False)
 
 
 _KINDS: tuple[tuple[type[torch.optim.Optimizer], Callable[[dict[str, Any], int], RowUpdate], tuple[str, ...]], ...] = (

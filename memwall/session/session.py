@@ -348,7 +348,10 @@ class Session:
             if self.state == "running" and not self._borders.in_step:
                 self._parts_proof.before_step(self._live.in_effect.applied, batch, loss_of, count)
             parts = self._live.in_effect.micro.split(batch, count, total_of=total_of)
-            return sum((self._live.in_effect.micro.backward(loss_of(micro)) for micro in parts), start=torch.zeros(()))
+            return sum(
+                (self._live.in_effect.micro.backward(loss_of(micro)) for micro in parts),
+                start=torch.zeros((), dtype=torch.float32),
+            )
 
         return self.redoable(part, batch)
 

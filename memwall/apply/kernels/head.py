@@ -64,7 +64,8 @@ def head_disagreement(module: nn.Linear) -> str | None:
     if weight.dtype not in MAX_DIFFERENCE:
         return f"its dtype is {weight.dtype}"
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_ROWS, module.in_features, generator=generator, device="cpu").to(weight).requires_grad_()
+    x = torch.randn(_ROWS, module.in_features, generator=generator, dtype=torch.float32, device="cpu")
+    x = x.to(weight).requires_grad_()
     target = torch.randint(module.out_features, (_ROWS,), generator=generator, device="cpu").to(weight.device)
     with torch.enable_grad():
         own = F.cross_entropy(F.linear(x, weight, bias).float(), target)

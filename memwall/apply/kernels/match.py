@@ -90,7 +90,7 @@ def _activation(module: nn.Module) -> str | None:
     """Returns which activation stands in the module, told by its values."""
     # Also of a model without values: an activation has no parameters.
     with torch.no_grad(), unset_fake_temporarily():
-        x = torch.linspace(-4.0, 4.0, 65)
+        x = torch.linspace(-4.0, 4.0, 65, dtype=torch.float32)
         for child in module.children():
             if list(nn.Module.parameters(child)) or isinstance(child, nn.Dropout):
                 continue
@@ -149,7 +149,8 @@ def disagreement(module: nn.Module, candidate: KernelMatch) -> str | None:
         return f"its dtype is {dtype}"
     generator = torch.Generator().manual_seed(0)
     # A mean that is not zero: without it, the wider a row is the less it shows whether a norm subtracts it.
-    x = (torch.randn(_ROWS, candidate.num_features, generator=generator, device="cpu") + 1.0).to(device, dtype)
+    x = torch.randn(_ROWS, candidate.num_features, generator=generator, dtype=torch.float32, device="cpu") + 1.0
+    x = x.to(device, dtype)
     modes = [(child, child.training) for child in module.modules()]
     try:
         # Where a dropout stands shows in training only.
@@ -203,5 +204,7 @@ def _outcome(forward: Callable[[Tensor], Any], module: nn.Module, checked: tuple
     if not isinstance(result, Tensor):
         raise TypeError(f"it returns {type(result).__name__}, not a tensor")
     # Gradients that hardly differ along a row would leave little of a LayerNorm's but rounding.
-    upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(result)
+    upstream = torch.randn(
+        result.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu"
+    ).to(result)
     return [result.detach(), *torch.autograd.grad(result, wanted, upstream)]

@@ -38,7 +38,7 @@ def check_can_pack(device: torch.device, block: str) -> None:
 
 def pack_seconds_per_element() -> float:
     """Measures packing and unpacking one number of float32, in memory that is there already."""
-    values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0), device="cpu")
+    values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     packed, best = pack(values), float("inf")
     for _ in range(3):
         begin = time.perf_counter()
