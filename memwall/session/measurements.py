@@ -17,6 +17,9 @@ from memwall.torch_internals.storages import sparse_indices, sparse_values
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
 
+_NOTABLE_BYTES = 16 << 20
+"""Growth before the first step that is the script's own work: the margin has room for less, as for Python's."""
+
 
 class Measurements(Struct, kw_only=True):
     """Holds what was measured while a session ran; its methods alone change it."""
@@ -28,7 +31,7 @@ class Measurements(Struct, kw_only=True):
     begin_peak_bytes: int = msgspec.field(default_factory=process_peak_bytes)
     """The most that the process held before the session began."""
     before_bytes: int = 0
-    """The most that it held between that and the first forward, where that was more: of a run on a CPU."""
+    """The most that it held between that and the first forward, where that was notably more: of a run on a CPU."""
     first_step_peak_bytes: int = 0
     peak_bytes: int = 0
     """Highest process bytes of the steps under the plan."""
@@ -94,7 +97,8 @@ class Measurements(Struct, kw_only=True):
             if self.meter.allocator_peak().reserved_bytes == self.reserved_before.get(index):
                 self.meter.reset_peak()  # what was held before the session is none of its budget's
         peak_bytes = self.note_peak()
-        if self.meter.device == "cpu" and not self.num_steps and peak_bytes > self.begin_peak_bytes:
+        grown_bytes = peak_bytes - self.begin_peak_bytes
+        if self.meter.device == "cpu" and not self.num_steps and grown_bytes > _NOTABLE_BYTES:
             self.before_bytes = peak_bytes
 
     def end_run(self) -> None:

@@ -249,8 +249,8 @@ class ParameterKeeper:
         if coming_bytes and needed_bytes > max(budget_bytes, there_are_bytes):
             where = "host memory" if meter.device == "cuda" else "disk"
             raise ApplyError(
-                f"parameters went to {where} while the script built them, as {format_bytes(budget_bytes)} have no room "
-                f"for them, and cannot stay there: {reason}; give a budget above "
+                f"parameters went to {where} while the script built them, since {format_bytes(budget_bytes)} have no "
+                f"room for them, and cannot stay there: {reason}; give a budget above "
                 f"{format_bytes(needed_bytes, rounding='up')}"
             )
         self.bring_back()
