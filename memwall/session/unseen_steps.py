@@ -78,6 +78,9 @@ class UnseenSteps:
 
         What it has made since the one before, as an optimizer's state, the next step has as well, and may make anew.
 
+        Args:
+            trains: returns whether it may be a training step's; what is taken for a sampler's is not judged.
+
         Raises:
             InfeasibleError: it has passed the budget.
         """

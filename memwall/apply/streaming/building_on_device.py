@@ -1,4 +1,4 @@
-"""What has parameters leave a CUDA device for the host's memory while modules are still being built there."""
+"""Has parameters leave a CUDA device for the host's memory while modules are still being built there."""
 
 import functools
 import logging
