@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from memwall.apply.applied import AppliedPlan
@@ -90,6 +91,8 @@ class PlanInEffect:
         self.num_changes = 0
         self._bucket_hooks: tuple[RemovableHandle, ...] = ()
         self._room_bytes = 0
+        self._sizes: set[int] = set()
+        """Elements of each weight, and of all of them joined."""
         self._is_room_cheap = False
 
     @property
@@ -184,6 +187,8 @@ class PlanInEffect:
             parameters = [p for p in self._borders.attached_model.parameters() if p.device.type == "cpu"]
             # One that is on disk is shown in memory to whoever reads it.
             self._room_bytes = sum(local_part(p).nbytes * (_NUM_COPIES + is_streamed(p)) for p in parameters)
+            self._sizes = {p.numel() for p in parameters}
+            self._sizes.add(sum(p.numel() for p in parameters))
         seconds = plan.forecast.step_seconds
         fault_seconds = 0.0 if trace is None else self._room_bytes * trace.machine.heap_fault_seconds_per_byte
         self._is_room_cheap = trace is not None and bool(seconds) and fault_seconds <= _CHEAP_SHARE * (seconds or 0.0)
@@ -261,6 +266,11 @@ class PlanInEffect:
             if room_bytes:
                 self.allocator.leave_room(room_bytes)
             room.begin_looking()
+
+    def leave_room_beside(self, tensor: Tensor) -> None:
+        """Leaves room for copies of the weights where one of them, or a copy of it, is read outside of a step."""
+        if self.applied is not None and tensor.numel() in self._sizes:
+            self.allocator.leave_room(self._room_bytes)
 
     def leave_room_in_step(self) -> None:
         """Leaves that room in the step that begins already: of one that no optimizer ends nobody hears the end."""

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memwall.apply.memory.exhaustion import Phase
@@ -48,6 +48,9 @@ class StepListener(Protocol):
 
     def saving_begins(self) -> None:
         """Hears that a state dictionary of the model or an optimizer is about to be made, between two steps."""
+
+    def array_begins(self, tensor: Tensor) -> None:
+        """Hears that the loop has a tensor of its own shown as numpy's, outside of forward and backward."""
 
     def step_begins(self) -> None:
         """Hears that the first forward of a training step begins; the step before, if there was one, is over."""
@@ -181,10 +184,11 @@ class StepBorders:
         self.stepped += [optimizer for one in stepped if (optimizer := one()) is not None]
 
     def watch_optimizers(self) -> None:
-        """Has the listener told before an optimizer steps, after every other hook of it."""
+        """Has the listener told before an optimizer steps, after every other hook of it, and of numpy's arrays."""
         if not self._is_watching:
             self._is_watching = True
             self._patches.hook(register_optimizer_step_pre_hook, self._before_optimizer)
+            self._patches.wrap(Tensor, "numpy", _weakly(self._around_numpy))
 
     def detach(self) -> None:
         """Takes all hooks away."""
@@ -325,6 +329,11 @@ class StepBorders:
         if not self.in_step:
             self.phase, self.goes_on = "saving", False
             self._listener.saving_begins()
+
+    def _around_numpy(self, original: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.in_step or self.is_stepped_by_hand:
+            self._listener.array_begins(tensor)
+        return original(tensor, *args, **kwargs)
 
     def _around_scaled_step(
         self, original: Callable[..., Any], scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any

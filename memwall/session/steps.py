@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memwall.apply.microbatch import tensors_in
 from memwall.apply.offload.parking import close_unneeded
@@ -280,6 +280,10 @@ class Steps:
         self.measured.note_peak()
         if not self._room.is_saved_in_turn():
             self._make_room()
+
+    def array_begins(self, tensor: Tensor) -> None:
+        """Makes room for copies of a weight: a digest's are numpy's, which the heap does not give way to."""
+        self.live.in_effect.leave_room_beside(tensor)
 
     def step_begins(self) -> None:
         """Makes and applies the plan for this step, if it is not the first one, and measures from there on."""

@@ -1,7 +1,7 @@
 """Records the first steps of a script, and ends it when there are enough."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memwall.integrations.scripts.execution import ScriptEnded
 from memwall.machine.meter import meter_of, return_free_memory
@@ -74,6 +74,9 @@ class Profile:
 
     def saving_begins(self) -> None:
         """Has nothing to do before a saving."""
+
+    def array_begins(self, tensor: Tensor) -> None:
+        """Has nothing to do before an array is made."""
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Has nothing to do before an optimizer steps."""
