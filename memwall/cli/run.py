@@ -113,7 +113,7 @@ def _run_as_is_with_ample_room(request: RunRequest) -> None:
         request.require_disk()  # for the run that turns out to need a plan
         run_as_is(
             request.script,
-            lambda: _open_session(request),
+            lambda begin_peak_bytes: _open_session(request, begin_peak_bytes=begin_peak_bytes),
             budget_bytes=budget_bytes,
             disk=request.below.disk,
             disk_bytes=request.below.disk_bytes,
@@ -164,12 +164,18 @@ def _run_under_a_session(request: RunRequest) -> None:
     )
 
 
-def _open_session(request: RunRequest, given: "Plan | None" = None, following: "NextBudget | None" = None) -> "Session":
+def _open_session(
+    request: RunRequest,
+    given: "Plan | None" = None,
+    following: "NextBudget | None" = None,
+    begin_peak_bytes: int | None = None,
+) -> "Session":
     """Returns a session whose plan is shown as soon as it stands.
 
     Args:
         given: a plan made earlier.
         following: the budget that a run which ran out of memory has left.
+        begin_peak_bytes: the most that the process held before its script; None for until now.
     """
     from memwall.cli.output import note
     from memwall.report.summary import plan_summary
@@ -185,6 +191,7 @@ def _open_session(request: RunRequest, given: "Plan | None" = None, following: "
         allow=request.allowed,
         within_bytes=None if following is None else following.within_bytes,
         host_capacity_bytes=request.below.host_bytes,
+        begin_peak_bytes=begin_peak_bytes,
     )
     shown = plan_report if is_verbose() else plan_summary
     session.on_plan = lambda ready: (

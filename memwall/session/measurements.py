@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Self
 
 import msgspec
 import torch
@@ -29,7 +30,7 @@ class Measurements(Struct, kw_only=True):
     meter: Meter = msgspec.field(default_factory=HostMeter)
     """Knows the process bytes of the device that the model is on, which are meant below."""
     begin_peak_bytes: int = msgspec.field(default_factory=process_peak_bytes)
-    """The most that the process held before the session began."""
+    """The most that the process held before the run began."""
     before_bytes: int = 0
     """The most that it held between that and the first forward, where that was notably more: of a run on a CPU."""
     first_step_peak_bytes: int = 0
@@ -69,6 +70,11 @@ class Measurements(Struct, kw_only=True):
     """Returns what the system holds to show parameters that are on disk, and can take back."""
     showing: AbstractContextManager[object] = msgspec.field(default_factory=threading.RLock)
     """Is held while that is counted, or let go of, by whichever thread does so."""
+
+    @classmethod
+    def since(cls, begin_peak_bytes: int | None) -> Self:
+        """Returns those of a run before which the process held this at most; None for what it has held until now."""
+        return cls() if begin_peak_bytes is None else cls(begin_peak_bytes=begin_peak_bytes)
 
     def held_peak_bytes(self) -> int:
         """Returns what the process has held at most, for warning and verdict, without what the system can take back."""

@@ -57,6 +57,7 @@ class Session:
         set_by_loop: tuple[str, ...] = (),
         within_bytes: int | None = None,
         host_capacity_bytes: int | None = None,
+        begin_peak_bytes: int | None = None,
     ) -> None:
         """Gives either a budget or a plan.
 
@@ -65,9 +66,10 @@ class Session:
             host_capacity_bytes: the most host memory to take below a CUDA device; None for what can be pinned.
             set_by_loop: tags of actions that the training loop itself carries out, by arguments of its own; of a
                 given plan they are not applied a second time.
+            begin_peak_bytes: the most that the process held before the run began; None for until now.
         """
         settings = asked(budget_bytes, plan, disk=disk, no_disk=no_disk, allow=allow)
-        self.measured = Measurements()
+        self.measured = Measurements.since(begin_peak_bytes)
         self.on_plan: Callable[[Session], None] | None = None
         """Is called when a plan stands, before it is applied: the place to show it, or to object."""
 

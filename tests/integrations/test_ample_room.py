@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 from memwall.apply.memory.allocator import AllocatorHandler
+from memwall.cli.app import main
 from memwall.errors import UsageError
 from memwall.integrations.scripts import ample_room
 from memwall.integrations.scripts.ample_room import AmpleRoom
@@ -274,3 +275,30 @@ def test_a_step_goes_on_where_another_session_has_the_heap(tmp_path: Path) -> No
     finally:
         other.undo()
     assert model.weight.grad is not None
+
+
+DRAWS_FIRST = """
+import torch
+from torch import nn
+from memwall.machine.meter import process_bytes, process_peak_bytes
+torch.ones((process_peak_bytes() - process_bytes() + (320 << 20)) // 4)
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.leaves_changed
+def test_the_number_told_to_a_run_that_was_handed_over_has_room_for_what_came_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GIVEN own work that holds more than the steps WHEN those do not fit THEN what is told has room for it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ample_room, "has_ample_room", lambda _: True)
+    Path("train.py").write_text(DRAWS_FIRST)
+    assert main(["run", "--budget", "64MiB", "train.py"]) == 3
+    said = " ".join(capsys.readouterr().err.split())
+    assert "before its first step the script held" in said

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def run_as_is(
     script: Script,
-    open_session: Callable[[], "Session"],
+    open_session: Callable[[int | None], "Session"],
     *,
     budget_bytes: int,
     disk: str | None,
@@ -28,7 +28,8 @@ def run_as_is(
     """Runs a script as it is, and ends the command.
 
     Args:
-        open_session: makes the session under which the script goes on where it needs one.
+        open_session: makes the session under which the script goes on where it needs one; called with the most bytes
+            that the process held before the script, where the first step is the session's, and otherwise with None.
         disk: the folder for offloaded bytes; None for the default one.
         disk_bytes: the most to take of it; None for what is free there.
 
@@ -41,9 +42,8 @@ def run_as_is(
         nonlocal planned
         from memwall.integrations.launcher import ScriptRun  # 25 MiB and a second, for which there may be no need
 
-        session = open_session()
-        if not room.num_steps:  # what the script has held until now comes before its first step in the next run as well
-            session.measured.begin_peak_bytes = room.begin_peak_bytes
+        # What the script has held until now comes before its first step in the next run as well.
+        session = open_session(None if room.num_steps else room.begin_peak_bytes)
         planned = ScriptRun(script.name, session, is_last=True, has_trained=room.has_trained)
         if called is not None:  # the hooks just made are not in the list this call is going through
             planned.watch.before_forward(called)
