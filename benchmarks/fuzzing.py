@@ -31,7 +31,7 @@ from fuzz.corpus import keep  # noqa: E402
 
 READERS = (
     *("trace", "trace_file", "plan", "run", "snapshot", "steps", "config", "allocator_settings", "deepspeed"),
-    *("next_budget", "checkpoint"),
+    *("diffusers", "dlrover", "next_budget", "checkpoint"),
 )
 BEGIN, END = "<!-- benchmarks/fuzzing.py writes from here -->", "<!-- to here -->"
 

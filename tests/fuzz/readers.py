@@ -13,6 +13,7 @@ from pathlib import Path
 
 import zstandard
 from packed_checkpoint import unpacked
+from plans import a_plan
 
 from memwall.cli.app import main
 from memwall.errors import MemwallError
@@ -77,6 +78,24 @@ def _config(data: bytes, folder: Path) -> None:
     read_config(path)
 
 
+def _diffusers(data: bytes, folder: Path) -> None:
+    from memwall.integrations.hugging_face.diffusers_spec import diffusers_workload
+
+    path = folder / "config.json"
+    path.write_bytes(data)
+    diffusers_workload(str(path))
+
+
+def _dlrover(data: bytes, folder: Path) -> None:
+    """Has a file read that tells a batch, and one to which a plan's batch is added."""
+    from memwall.integrations.dlrover import tuned_batch, tuning_file
+
+    path = folder / "auto_paral_config.json"
+    path.write_bytes(data)
+    tuned_batch(path)
+    tuning_file(a_plan(), path)
+
+
 def _deepspeed(data: bytes, folder: Path) -> None:
     from memwall.observe.deepspeed_buffers import buffers_in
 
@@ -120,6 +139,8 @@ READERS: dict[str, Callable[[bytes, Path], None]] = {
     "config": _config,
     "allocator_settings": _allocator_settings,
     "deepspeed": _deepspeed,
+    "diffusers": _diffusers,
+    "dlrover": _dlrover,
     "next_budget": _next_budget,
     "checkpoint": _checkpoint,
 }

@@ -57,6 +57,15 @@ def seeds(folder: Path) -> dict[str, list[bytes]]:
             b'"offload_param": {"device": "nvme", "buffer_count": 5, "buffer_size": 1e8}, '
             b'"offload_optimizer": {"device": "nvme"}}}'
         ],
+        "diffusers": [
+            b'{"_class_name": "UNet2DModel", "_diffusers_version": "0.30.0", "sample_size": 8, "layers_per_block": 1, '
+            b'"block_out_channels": [8, 8], "in_channels": 4, "num_class_embeds": null}'
+        ],
+        "dlrover": [
+            b'{"dataloader": {"version": 1, "dataloader_name": "train", "last_batch_size": 8, "batch_size": 4, '
+            b'"num_workers": 2, "pin_memory": 1}, "optimizer": {"version": 1, "optimizer_name": "AdamW", '
+            b'"learning_rate": 0.001, "weight_decay": 0.01}, "restart": false}'
+        ],
         "next_budget": [b'{"budget_bytes": 100, "within_bytes": 90, "num_failures": 1}'],
         "checkpoint": [packed(folder / "kept")],
         "allocator_settings": [b"expandable_segments:True,max_split_size_mb:64,roundup_power2_divisions:[256:1,>:8]"],

@@ -100,6 +100,17 @@ def test_a_network_that_cannot_be_built_is_refused_in_words(tmp_path: Path) -> N
         workload.make_model()
 
 
+@pytest.mark.parametrize("count", [10**9, [1000, 1001]])
+@pytest.mark.parametrize("name", ["layers_per_block", "transformer_layers_per_block"])
+def test_more_layers_than_any_network_has_are_refused_before_one_is_made(
+    name: str, count: object, tmp_path: Path
+) -> None:
+    in_all = " in all" if isinstance(count, list) else ""
+    total = sum(count) if isinstance(count, list) else count
+    message = refusal(written(tmp_path, UNET | {name: count}))
+    assert message == f"{tmp_path / 'config.json'}: '{name}' is {total}{in_all}; expected 1 to 2000"
+
+
 @pytest.mark.requires("diffusers")
 def test_what_a_configuration_leaves_out_is_the_networks_default(tmp_path: Path) -> None:
     batch = hugging_face_workload(written(tmp_path, {"_class_name": "FluxTransformer2DModel"})).make_batch()

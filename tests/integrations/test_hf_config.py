@@ -53,6 +53,8 @@ LLAMA = {
         ({"vocab_size": None}, "there is no 'vocab_size'; transformers would assume 32000, so give it"),
         ({"hidden_size": -32}, "'hidden_size' is -32; expected 1 to 4194304"),
         ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; expected 1 to 2000"),
+        ({"model_type": "swin", "depths": [2, [10**9]]}, "'depths' is 1000000002 in all; expected 1 to 2000"),
+        ({"text_config": {"n_layers": 2001}}, "'n_layers' is 2001; expected 1 to 2000"),
         ({"vocab_size": 10**15}, "'vocab_size' is 1000000000000000; expected 1 to 67108864"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from memwall.errors import UsageError
 from memwall.integrations.dtypes import parse_dtype
-from memwall.integrations.hugging_face.hf_config import config_path
+from memwall.integrations.hugging_face.hf_config import check_num_layers, config_path
 from memwall.integrations.hugging_face.hf_optimizers import check_optimizer, make_optimizer
 from memwall.trace.workload import Workload
 
@@ -60,7 +60,7 @@ def diffusers_workload(
     """
     path = config_path(source)
     data = None if path is None else _read(path)
-    if data is None:
+    if path is None or data is None:
         return None
     name = _class_name(data)
     if name not in _BATCHES:
@@ -72,6 +72,7 @@ def diffusers_workload(
     unused = [option for option, value in (("--seq", sequence), ("--lora", lora)) if value is not None]
     if unused:
         raise UsageError(f"{path}: {', '.join(unused)} can't be used with a configuration of diffusers; leave it out")
+    check_num_layers(path, data)
     if batch < 1:
         raise UsageError(f"batch {batch} is no batch; expected a positive number")
     dtype = "float32" if dtype is None else parse_dtype(dtype, option="--dtype")

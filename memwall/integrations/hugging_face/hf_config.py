@@ -6,6 +6,7 @@ Nothing is downloaded and no code that a model brings along is run.
 import difflib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ _SIZES = {
     "image_size": 1 << 16,
     "num_channels": 1 << 12,
 }
+
+# Names of numbers of layers, and of lists of them: one for each stage of a network.
+_LAYERS = re.compile(r"layers|depth")
+_PER_STAGE = re.compile(r"depths|layers_per_block")
 
 # Owner and name, or of the first models the name alone; see `validate_repo_id` of huggingface_hub.
 _HUB_NAME = r"\w[\w.-]*/\w[\w.-]*|\w[\w-]*"
@@ -71,6 +76,7 @@ def read_config(path: Path) -> tuple[Any, object]:
             or is of a model type that the installed transformers does not know.
     """
     data = _read(path)
+    check_num_layers(path, data)
     try:
         import transformers
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -167,6 +173,33 @@ def _check_sizes(path: Path, config: Any) -> None:
         part = getattr(config, name, None)
         if part is not None:
             _check_sizes(path, part)
+
+
+def check_num_layers(path: Path, data: dict[str, Any]) -> None:
+    """Refuses a configuration with more layers than any network has: to make them one by one would take for ever.
+
+    Raises:
+        UsageError: a number of layers is beyond what is published.
+    """
+    for name, value in data.items():
+        if isinstance(value, dict):
+            check_num_layers(path, value)
+        if not _LAYERS.search(name):
+            continue
+        numbers = list(_whole_numbers(value))
+        most = sum(numbers) if _PER_STAGE.search(name) else max(numbers, default=0)
+        if most > _MOST_LAYERS:
+            in_all = " in all" if isinstance(value, list) else ""
+            raise UsageError(f"{path}: '{name}' is {most}{in_all}; expected 1 to {_MOST_LAYERS}")
+
+
+def _whole_numbers(value: object) -> Iterator[int]:
+    """Iterates over the integers of a value or of lists in lists of them."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _whole_numbers(each)
+    elif isinstance(value, int):
+        yield value
 
 
 def _one_line(error: Exception) -> str:
