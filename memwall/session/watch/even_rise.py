@@ -1,4 +1,4 @@
-"""Tells when a figure that is looked at once a step rises evenly, which nothing healthy does for long.
+"""Tells when a figure that is looked at every step or every few rises evenly, which nothing healthy does for long.
 
 Its smallest values in four stretches of steps must rise by about as much from each to the next: a heap that warms up
 rises less and less, and samples of different length rise and fall.
@@ -14,8 +14,6 @@ __all__ = ["EvenRise", "is_used_up_soon", "rise_per_step"]
 STRETCHES = (4, 20, 80)
 """Steps in each of the four stretches: what grows fast is found in 16 steps, what grows slowly later."""
 _NUM_STRETCHES = 4
-_FIRST_STEPS = _NUM_STRETCHES * STRETCHES[0] + 1
-"""Steps after which what came before the first of them does not count any more."""
 _EVEN = 0.5
 """The least rise from one stretch to the next, as a share of the largest."""
 _SOON_STEPS = 300
@@ -53,11 +51,13 @@ class EvenRise:
 
     Args:
         least: what four stretches must have risen by; less is what moves without growth.
+        every: steps from one look at the figure to the next; divides each stretch.
     """
 
-    def __init__(self, least: float) -> None:
-        self._least_rise = least
-        self._values: deque[float] = deque(maxlen=_NUM_STRETCHES * STRETCHES[-1])
+    def __init__(self, least: float, *, every: int = 1) -> None:
+        self._least_rise, self._every = least, every
+        self._stretches = [steps // every for steps in STRETCHES]
+        self._values: deque[float] = deque(maxlen=_NUM_STRETCHES * self._stretches[-1])
         self._lowest = math.inf
         """The least of the values that are kept."""
         self._has_first = True
@@ -65,9 +65,9 @@ class EvenRise:
         """Whether the last value is so much above another one that it may be growth."""
 
     def add(self, value: float) -> None:
-        """Adds what the figure is as a step begins."""
+        """Adds what the figure is at a look."""
         self._values.append(value)
-        if self._has_first and len(self._values) == _FIRST_STEPS:
+        if self._has_first and len(self._values) > _NUM_STRETCHES * self._stretches[0]:
             # What the recorded step had left was often less, and would have each of the next 300 looked at closely.
             self._values.popleft()
             self._lowest, self._has_first = min(self._values), False
@@ -85,7 +85,8 @@ class EvenRise:
             return None  # as in nearly every step, and quickly found
         values = list(self._values)
         self._lowest = min(values)
-        soon, *later = (rise_per_step(values, stretch, self._least_rise) for stretch in STRETCHES)
+        rises = (rise_per_step(values, stretch, self._least_rise) for stretch in self._stretches)
+        soon, *later = (None if rise is None else rise / self._every for rise in rises)
         if soon is not None and is_used_up_soon(room, soon):
             return soon
         return next((rise for rise in later if rise is not None), None)
