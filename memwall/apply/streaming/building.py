@@ -64,7 +64,7 @@ class Building:
     Args:
         must_leave: of a new parameter, whether those before it have to leave; not asked again once they had to.
         open_tier: makes what takes them, when it is needed.
-        device_type: the kind of device whose memory they leave.
+        device_type: the kind of device whose memory they leave; of several it is the first parameter's.
         held_bytes: says what the process holds there.
 
     Raises:
@@ -81,6 +81,8 @@ class Building:
     ) -> None:
         self._must_leave, self._open_tier = must_leave, open_tier
         self._device_type, self._held_now = device_type, held_bytes
+        self.device: torch.device | None = None
+        """The one that parameters leave; None before the first is made there. Those on others stay."""
         self.tier: ParameterTier | None = None
         """Has what was put on disk so far; None if nothing was."""
         self._is_over = False
@@ -159,6 +161,9 @@ class Building:
         if threading.get_ident() != self._thread:
             return
         with self._lock:
+            self.device = self.device or parameter.device
+            if parameter.device != self.device:
+                return
             self._wait(parameter, name)
             if self.tier is None and self._must_leave(parameter):
                 self._held_bytes, self._made_bytes = self._held_now(), self._waiting_bytes

@@ -17,11 +17,11 @@ _log = logging.getLogger(__name__)
 
 
 def building_on_device(budget_bytes: int, window_bytes: int, host_limit: Callable[[], int]) -> Building:
-    """Returns what has parameters leave the present CUDA device for the host's memory as they are made there."""
+    """Returns what has parameters leave a CUDA device, the one of the first, for the host's memory as they are made."""
 
     @functools.cache
     def meter() -> CudaMeter:
-        return CudaMeter(torch.device("cuda", torch.cuda.current_device()))
+        return CudaMeter(building.device or torch.device("cuda", torch.cuda.current_device()))
 
     def opened() -> ParameterTier:
         _log.info("parameters go to host memory as they are made: %s have no room for them", format_bytes(budget_bytes))
@@ -32,4 +32,5 @@ def building_on_device(budget_bytes: int, window_bytes: int, host_limit: Callabl
         return meter().now_bytes()
 
     must_leave = leaves_no_room(budget_bytes, window_bytes, held_bytes)
-    return Building(must_leave, opened, device_type="cuda", held_bytes=held_bytes)
+    building = Building(must_leave, opened, device_type="cuda", held_bytes=held_bytes)
+    return building

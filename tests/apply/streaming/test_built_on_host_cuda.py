@@ -84,6 +84,23 @@ def test_it_trains_and_is_saved_in_less_than_its_parameters_take(how: str) -> No
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.phantom(card="a100-80gb", context_bytes=32 << 20, devices=2)
+def test_one_that_is_built_on_another_device_comes_back_there() -> None:
+    """GIVEN a script whose present device is the first WHEN it builds on the second THEN that one's room counts."""
+    place = torch.device("cuda", 1)
+    keeper = ParameterKeeper(None, None)
+    keeper.watch_building(BUDGET_BYTES, AllocatorHandler(), lambda: HOST_BYTES)
+    try:
+        with place:
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
+        held_bytes = torch.cuda.memory_reserved(place) + CONTEXT_BYTES
+        used = model(torch.ones(4, WIDTH, device=place)).device
+    finally:
+        keeper.bring_back()
+    assert held_bytes <= BUDGET_BYTES < NUM_LAYERS * MIB + CONTEXT_BYTES
+    assert (used, {parameter.device for parameter in model.parameters()}) == (place, {place})
+
+
 @pytest.mark.leaves_changed  # its parameters stay where they are: they have no room
 @pytest.mark.phantom(card="a100-80gb", context_bytes=32 << 20, memory_bytes=80 << 20)
 def test_one_that_has_to_be_on_the_device_as_a_whole_is_refused_before_its_first_step() -> None:
