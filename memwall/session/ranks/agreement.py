@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 
 from memwall.errors import ApplyError, RankError
 from memwall.machine.process_group import num_processes
-from memwall.session.ranks.receives import Receive, receiving, refuse_receiving
+from memwall.session.ranks.receives import Wait, refuse_waiting, waits_of
 from memwall.torch_internals.dispatch import without_dispatch_modes
 from memwall.torch_internals.process_groups import store_of_all
 
@@ -44,7 +44,7 @@ class Ranks:
 
         Raises:
             RankError: not all of them opened a session within the time-out of the script's process group, or one waits
-                for another's message before it trains.
+                for another, by its own calls, before it trains.
         """
         if num_processes() == 1:
             return None
@@ -60,7 +60,7 @@ class Ranks:
         store.set(f"met/{rank}", "")
         missing, stuck = _absent(store, whole, num_ranks, timeout)
         if stuck:
-            raise refuse_receiving(whole, stuck)
+            raise refuse_waiting(whole, stuck)
         if missing:
             raise RankError(
                 f"{_named(missing)} of {num_ranks} did not begin to train under memwall within {timeout.seconds} s, "
@@ -205,14 +205,15 @@ class Ranks:
         )
 
 
-def _absent(store: Any, whole: Any, num_ranks: int, timeout: timedelta) -> tuple[list[int], list[int]]:
-    """Returns the ranks that do not come to meet within a time, and those of them that never will: they receive."""
-    end, before = time.monotonic() + timeout.total_seconds(), dict[int, Receive]()
+def _absent(store: Any, whole: Any, num_ranks: int, timeout: timedelta) -> tuple[list[int], dict[int, Wait]]:
+    """Returns the ranks that do not come to meet within a time, and those of them that never will: they wait too."""
+    end, before = time.monotonic() + timeout.total_seconds(), dict[int, Wait]()
     while True:
         left = timedelta(seconds=max(0.1, end - time.monotonic()))
         missing = _missing(store, "met", num_ranks, min(_GRACE, left))
-        now = receiving(whole, missing)
-        stuck = [rank for rank, call in now.items() if call == before.get(rank) and not call.awaits(missing, rank)]
+        now = waits_of(whole, missing)
+        same = {rank: wait for rank, wait in now.items() if wait == before.get(rank)}
+        stuck = {rank: wait for rank, wait in same.items() if not wait.may_end(missing, rank)}
         if not missing or stuck or time.monotonic() >= end:
             return missing, stuck
         before = now

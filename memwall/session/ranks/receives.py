@@ -1,6 +1,7 @@
-"""Ranks that wait for what another one sends before they train, as a pipeline by hand: refused on all, in seconds.
+"""Ranks that wait for another one before they train, which waits for them to train: refused on all, in seconds.
 
-A rank that is about to receive says so in the store of all, and one that waits for it to train looks there.
+As in a pipeline by hand, or where one rank trains something alone first. A rank that is about to wait says so in the
+store of all, and one that waits for it to train looks there.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,63 +16,84 @@ from memwall.machine.process_group import num_processes
 from memwall.patches import Patches
 from memwall.torch_internals.process_groups import store_of_all
 
+_ALONE = (
+    "ranks meet before each one's first training step, so that none of them trains alone while others wait for it; "
+    "train what one rank trains first in a run of its own, or train without memwall"
+)
 PIPELINE = (
     "ranks meet before each one's first forward, and a later stage of a pipeline by hand has none before the earlier "
     "ones have had theirs; build it by torch.distributed.pipelining, whose schedules memwall follows, train without "
     "memwall, or divide the model by DistributedDataParallel or fully_shard (FSDP2)"
 )
-_WAITING = ("recv", "recv_object_list")
+_RECEIVING = ("recv", "recv_object_list")
 """Functions of torch.distributed that return once the other rank has sent."""
+_MEETING = ("barrier", "all_reduce", "all_gather_object")
+"""Functions of torch.distributed that return on all ranks of a group at once, when all have come.
+
+Of a broadcast the one that sends may be done long before the last has received.
+"""
 _REFUSED = "memwall/refused"
 _NOTHING = b"-"
-_ANYBODY = -1
 
 
-class Receive(NamedTuple):
-    """Names one call by which a rank waits for another one."""
+class Wait(NamedTuple):
+    """Names one call by which a rank waits for others."""
 
     number: int
     """Counts this rank's calls: another one is no longer the same wait."""
-    source: int
-    """The rank that is to send; -1 for any."""
+    call: str
+    """The function's name."""
+    needed: tuple[int, ...]
+    """The ranks without which it does not return, but the rank itself; none where any rank may send."""
 
-    def awaits(self, ranks: Sequence[int], own: int) -> bool:
-        """Returns whether one of some ranks, but the rank itself, may be about to send."""
-        return any(rank != own and self.source in (rank, _ANYBODY) for rank in ranks)
+    def may_end(self, missing: Sequence[int], own: int) -> bool:
+        """Returns whether it can return while all ranks but those that are missing wait for this one to train."""
+        if self.needed:
+            return set(self.needed) <= set(missing)
+        return any(rank != own for rank in missing)
 
 
 def watch_receives(patches: Patches, has_met: Callable[[], bool]) -> None:
-    """Has what this rank receives before it trains be known to the others.
+    """Has what this rank waits for before it trains be known to the others.
 
     Args:
         has_met: whether ranks have met: from then on nobody waits for this one.
     """
-    for name in _WAITING if distributed.is_available() else ():
-        patches.wrap(distributed, name, partial(_received, has_met))
+    for name in (*_RECEIVING, *_MEETING) if distributed.is_available() else ():
+        patches.wrap(distributed, name, partial(_waits, name, has_met))
 
 
-def receiving(store: Any, ranks: Sequence[int]) -> dict[int, Receive]:
-    """Returns those of some ranks that are in a function that waits for another one, and by which call."""
+def waits_of(store: Any, ranks: Sequence[int]) -> dict[int, Wait]:
+    """Returns those of some ranks that are in a function that waits for other ranks, and by which call."""
     written = {rank: store.get(_key(rank)) for rank in ranks if store.check([_key(rank)])}
-    return {rank: Receive(*map(int, text.split())) for rank, text in written.items() if text != _NOTHING}
+    return {rank: _read(text) for rank, text in written.items() if text != _NOTHING}
 
 
-def refuse_receiving(store: Any, ranks: Sequence[int]) -> RankError:
-    """Returns the error of a rank that waits for others to train that wait for it, and leaves it for them."""
-    listed = ", ".join(map(str, ranks[:8]))
+def refuse_waiting(store: Any, waits: dict[int, Wait]) -> RankError:
+    """Returns the error of a rank that waits for others to train that wait for it, and leaves it for them.
+
+    Args:
+        waits: which ranks will never train, and by which call each of them waits.
+    """
+    listed, call = ", ".join(map(str, list(waits)[:8])), next(iter(waits.values())).call
+    receives = call in _RECEIVING
     text = (
-        f"rank{'s' if len(ranks) > 1 else ''} {listed} of {distributed.get_world_size()} wait to receive "
-        f"(torch.distributed.recv) before the first training step: {PIPELINE}"
+        f"rank{'s' if len(waits) > 1 else ''} {listed} of {distributed.get_world_size()} wait "
+        f"{'to receive ' if receives else 'for others '}(torch.distributed.{call}) before the first training step"
+        f"{'' if receives else ', which others have begun'}: {PIPELINE if receives else _ALONE}"
     )
     store.set(_REFUSED, text)
     return RankError(text)
 
 
-def _received(has_met: Callable[[], bool], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _waits(name: str, has_met: Callable[[], bool], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if has_met() or num_processes() == 1:
         return original(*args, **kwargs)
-    store, key = store_of_all(), _key(distributed.get_rank())
-    store.set(key, f"{store.add(f'{key}/calls', 1)} {_source(*args, **kwargs)}")
+    store, own = store_of_all(), distributed.get_rank()
+    needed = _source(*args, **kwargs) if name in _RECEIVING else _members(*args, *kwargs.values())
+    others = ",".join(str(rank) for rank in needed if rank != own)
+    key = _key(own)
+    store.set(key, f"{store.add(f'{key}/calls', 1)} {name} {others}")
     try:
         return original(*args, **kwargs)
     except RuntimeError as error:
@@ -84,13 +106,24 @@ def _received(has_met: Callable[[], bool], original: Callable[..., Any], *args: 
             store.set(key, _NOTHING)
 
 
-def _source(*args: Any, **options: Any) -> int:
-    """Returns the rank that is to send, by the arguments of a receiving function; -1 where any may."""
+def _source(*args: Any, **options: Any) -> Sequence[int]:
+    """Returns the rank that is to send, by the arguments of a receiving function; none where any may."""
     given = dict(zip(("to", "src", "group"), args, strict=False)) | options
     if given.get("group_src") is not None:
         group: Any = given.get("group") or distributed.group.WORLD
-        return distributed.get_global_rank(group, given["group_src"])
-    return _ANYBODY if given.get("src") is None else int(given["src"])
+        return [distributed.get_global_rank(group, given["group_src"])]
+    return [] if given.get("src") is None else [int(given["src"])]
+
+
+def _members(*given: Any) -> Sequence[int]:
+    """Returns the ranks of the group among the arguments of a function; all ranks where there is none."""
+    group = next((each for each in given if isinstance(each, distributed.ProcessGroup)), None)
+    return distributed.get_process_group_ranks(group)
+
+
+def _read(text: bytes) -> Wait:
+    number, call, needed = text.decode().split(" ")
+    return Wait(int(number), call, tuple(map(int, filter(None, needed.split(",")))))
 
 
 def _refused(store: Any) -> RankError | None:

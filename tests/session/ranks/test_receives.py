@@ -1,4 +1,4 @@
-"""A pipeline by hand, and tensor parallelism, are refused on all ranks within seconds, whatever the time-out is."""
+"""Ranks that wait for each other, and tensor parallelism, are refused on all in seconds, whatever the time-out is."""
 
 import time
 from datetime import timedelta
@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import memwall
 from memwall.errors import UsageError
 from memwall.session.ranks import agreement, receives
-from memwall.session.ranks.receives import Receive, receiving
+from memwall.session.ranks.receives import Wait, waits_of
 
 BY_HAND = """
 import torch
@@ -34,6 +34,18 @@ else:
     optimizer.step()
 """
 
+ALONE = """
+import torch
+from torch import distributed, nn
+distributed.init_process_group("gloo")
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if distributed.get_rank() == 0:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+distributed.barrier()
+"""
+
 # Who is only late is waited for by the rank that knows of the other.
 IMPATIENT = """
 import sys
@@ -46,9 +58,17 @@ sys.exit(main())
 
 
 @pytest.mark.slow
-def test_a_pipeline_by_hand_is_refused_by_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (BY_HAND, ("rank 1 of 2 wait to receive", "ranks meet before each one's first forward")),
+        (ALONE, ("rank 1 of 2 wait for others (torch.distributed.barrier)", "none of them trains alone")),
+    ],
+    ids=["a pipeline by hand", "one rank trains first"],
+)
+def test_ranks_that_wait_for_each_other_are_refused_by_all(script: str, words: tuple[str, ...], tmp_path: Path) -> None:
     """GIVEN a time-out of half an hour THEN ranks end within seconds, and say what is wrong."""
-    (tmp_path / "script.py").write_text(BY_HAND)
+    (tmp_path / "script.py").write_text(script)
     begin = time.monotonic()
     ranks = started_ranks(2, "-c", IMPATIENT, "run", "--budget", "4GiB", "script.py", folder=tmp_path)
     try:
@@ -59,15 +79,14 @@ def test_a_pipeline_by_hand_is_refused_by_all(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 60
     assert 0 not in statuses
     said = "".join(rank.said for rank in ranks)
-    assert "wait to receive" in said
-    assert "ranks meet before each one's first forward" in said
+    assert all(each in said for each in words)
 
 
-def waiting(*found: dict[int, Receive]) -> tuple[list[int], list[int]]:
+def waiting(*found: dict[int, Wait]) -> tuple[list[int], dict[int, Wait]]:
     """Returns who is missing and who is stuck, of three ranks of which rank 0 has come, by what each look finds."""
     looks = iter(found)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memwall.session.ranks.agreement.receiving", lambda *_: next(looks, {}))
+        patch.setattr("memwall.session.ranks.agreement.waits_of", lambda *_: next(looks, {}))
         patch.setattr("memwall.session.ranks.agreement._missing", lambda *_: [1, 2])
         return agreement._absent(None, None, 3, timedelta(seconds=0.02))
 
@@ -75,18 +94,19 @@ def waiting(*found: dict[int, Receive]) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize(
     ("looks", "stuck"),
     [
-        (({1: Receive(1, 0)}, {1: Receive(1, 0)}), [1]),
-        (({1: Receive(1, 0)}, {1: Receive(2, 0)}), []),  # it got the first one
-        (({1: Receive(1, 2)}, {1: Receive(1, 2)}), []),  # from a rank that has not come to train either
-        (({1: Receive(1, -1)}, {1: Receive(1, -1)}), []),
-        (({1: Receive(1, 2), 2: Receive(1, 0)}, {1: Receive(1, 2), 2: Receive(1, 0)}), [2]),
+        (({1: Wait(1, "recv", (0,))},) * 2, [1]),
+        (({1: Wait(1, "recv", (0,))}, {1: Wait(2, "recv", (0,))}), []),  # it got the first one
+        (({1: Wait(1, "recv", (2,))},) * 2, []),  # from a rank that has not come to train either
+        (({1: Wait(1, "recv", ())},) * 2, []),
+        (({1: Wait(1, "recv", (2,)), 2: Wait(1, "recv", (0,))},) * 2, [2]),
+        (({1: Wait(1, "barrier", (0, 2)), 2: Wait(1, "barrier", (0, 1))},) * 2, [1, 2]),
+        (({1: Wait(1, "barrier", (2,))},) * 2, []),  # in a group of its own
     ],
-    ids=["stuck", "goes on", "of another", "of any", "in a row"],
+    ids=["stuck", "goes on", "of another", "of any", "in a row", "barrier", "barrier of others"],
 )
-def test_ranks_that_will_be_sent_something_are_waited_for(
-    looks: tuple[dict[int, Receive], ...], stuck: list[int]
-) -> None:
-    assert waiting(*looks) == ([1, 2], stuck)
+def test_ranks_that_may_yet_go_on_are_waited_for(looks: tuple[dict[int, Wait], ...], stuck: list[int]) -> None:
+    missing, found = waiting(*looks)
+    assert (missing, list(found)) == ([1, 2], stuck)
 
 
 def test_each_call_is_told_apart_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,18 +119,18 @@ def test_each_call_is_told_apart_and_taken_back(monkeypatch: pytest.MonkeyPatch)
     seen = []
 
     def recv(*_: Any, **options: Any) -> None:
-        seen.append(receiving(store, [0, 1]))
+        seen.append(waits_of(store, [0, 1]))
         if options:
             raise RuntimeError("no route to host")
 
-    assert receiving(store, [0, 1]) == {}
-    receives._received(lambda: False, recv, None, 0)
+    assert waits_of(store, [0, 1]) == {}
+    receives._waits("recv", lambda: False, recv, None, 0)
     with pytest.raises(RuntimeError, match="no route"):
-        receives._received(lambda: False, recv, tensor=None, src=2)
-    receives._received(lambda: False, recv, None)
-    assert [look[1].source for look in seen] == [0, 2, -1]
+        receives._waits("recv", lambda: False, recv, tensor=None, src=2)
+    receives._waits("recv", lambda: False, recv, None)
+    assert [look[1].needed for look in seen] == [(0,), (2,), ()]
     assert len({look[1].number for look in seen}) == 3
-    assert receiving(store, [0, 1]) == {}
+    assert waits_of(store, [0, 1]) == {}
 
 
 @pytest.mark.usefixtures("one_rank")
