@@ -1,15 +1,15 @@
 """A refusal in a thread of a script ends the script, whatever that and its other threads wait for."""
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from combinations import every_value
 from torch import nn
+from warm_python import warm_python
 
 from memwall.errors import UsageError
 from memwall.integrations.launcher import run_script
@@ -50,29 +50,32 @@ for thread in threads:
 """
 
 
+RUNS = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.{handler})  # as Python finds it where a shell started it
+sys.argv = ["memwall", "run", "--budget", "64MiB", "train.py"]
+runpy.run_module("memwall", run_name="__main__", alter_sys=True)
+"""
+REFUSALS = {
+    "two threads": (
+        2,
+        2,
+        "train.py trains in several threads: Linear was called with gradients on while another",
+    ),
+    "one thread": (1, 3, "the budget of 64.0 MiB cannot be met: the smallest feasible one is"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("num_training", "num_waiting", "status", "said"),
-    [
-        (2, 2, 2, "train.py trains in several threads: Linear was called with gradients on while another thread"),
-        (1, 1, 3, "the budget of 64.0 MiB cannot be met: the smallest feasible one is"),
-    ],
-    ids=["two threads", "one thread"],
+    ("refusal", "handler"),
+    every_value(REFUSALS, {"in the foreground": "default_int_handler", "in the background": "SIG_IGN"}),
 )
-@pytest.mark.parametrize("is_ignored", [False, True], ids=["", "in the background"])
-def test_a_run_that_is_refused_in_a_thread_ends(
-    num_training: int, num_waiting: int, status: int, said: str, is_ignored: bool, tmp_path: Path
-) -> None:
+def test_a_run_that_is_refused_in_a_thread_ends(refusal: tuple[int, int, str], handler: str, tmp_path: Path) -> None:
     """GIVEN a main thread that waits WHEN another is refused THEN the run ends, also where SIGINT is ignored."""
-    (tmp_path / "train.py").write_text(TRAINS.format(num_training=num_training, num_waiting=num_waiting))
-    command = [sys.executable, "-m", "memwall", "run", "--budget", "64MiB", "train.py"]
-    handler = signal.SIG_IGN if is_ignored else signal.default_int_handler
-    before = signal.signal(signal.SIGINT, handler)  # which a process that is started inherits, as far as it is ignored
-    try:
-        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    num_threads, status, said = refusal
+    (tmp_path / "train.py").write_text(TRAINS.format(num_training=num_threads, num_waiting=num_threads))
+    run = warm_python().run("-c", RUNS.format(handler=handler), folder=tmp_path, timeout_s=100)
     assert run.returncode == status, run.stderr
     assert said in run.stderr
     assert "Traceback" not in run.stderr

@@ -134,12 +134,12 @@ def test_a_refusal_of_a_longer_batch_says_that_it_came() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return_free_memory()
     with (
-        memwall.fit(model, optimizer, budget=process_bytes() + 120 * MIB),
+        memwall.fit(model, optimizer, budget=process_bytes() + 60 * MIB),
         pytest.raises(
             InfeasibleError, match=r"\nthe run has had a plan before: a longer batch came: .* after \[64, 256\]"
         ),
     ):
-        train(model, optimizer, (64, 64, 1 << 14, 64))
+        train(model, optimizer, (64, 64, 1 << 13, 64))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ def main() -> None:
     config = GPT2Config(n_embd=64, n_inner=384, n_layer=4, n_head=4, vocab_size=128, n_positions=256, attn_pdrop=0.0)
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(torch.randint(0, 128, (96, 256)), batch_size=16, shuffle=True)
+    loader = DataLoader(torch.randint(0, 128, (64, 256)), batch_size=16, shuffle=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for tokens in loader:

@@ -56,7 +56,7 @@ def digest(model):
     return found.hexdigest()
 
 def trained(place="", who=(), times=1, num_parts=1, asked="4.00 MiB", at=2, bare=False, over_ranks=False,
-            accumulates=False, last=512, fsdp2=False, uneven=0):
+            accumulates=False, last=384, fsdp2=False, uneven=0):
     "What three steps come to, by how many recoveries; the ranks in `who` run out of memory in the second one."
     torch.manual_seed(0)
     inner = Model()
@@ -75,13 +75,13 @@ def trained(place="", who=(), times=1, num_parts=1, asked="4.00 MiB", at=2, bare
             optimizer.zero_grad()
             num_here = num_parts + uneven * rank
             for part in range(num_here):
-                batch = torch.randn(last if step == 3 else 512, 64)
+                batch = torch.randn(last if step == 3 else 384, 64)
                 if step == at and rank in who and part == num_here - 1:
                     inner.place, inner.num_left = place, times
                 def loss_of(rows):
                     if inner.place == "a mistake":
                         raise ApplyError("this is no lack of memory")
-                    held = torch.ones(512, 16, 1024) if inner.place == "before the model" and inner.num_left else None
+                    held = torch.ones(384, 16, 1024) if inner.place == "before the model" and inner.num_left else None
                     inner.passes("before the model")
                     return model(rows).square().mean()
                 waits = accumulates and part < num_here - 1
@@ -131,11 +131,11 @@ def all_of(cases, **divided):
     # Under FSDP2 each part gathers parameters, so that torch itself has no such loops.
     uneven = [] if divided["fsdp2"] else [trained(bare=bare, accumulates=True, uneven=1) for bare in (True, False)]
     joint_parts._NUM_CAREFUL, before = 1, joint_parts._NUM_CAREFUL
-    few = {"larger fails": dict(place="forward", who=(1,), at=3, last=513),
+    few = {"larger fails": dict(place="forward", who=(1,), at=3, last=385),
            "as large fails": dict(place="forward", who=(0, 1), at=3)}
-    sure = those(counted, few, {"smaller": dict(last=100), "as large": {}, "larger": dict(last=513)})
+    sure = those(counted, few, {"smaller": dict(last=100), "as large": {}, "larger": dict(last=385)})
     plain_of = {rows: trained(bare=True, last=rows, **divided)[0]
-                for rows in ((513,) if cases == "few" else (513, 100))}
+                for rows in ((385,) if cases == "few" else (385, 100))}
     joint_parts._NUM_CAREFUL = before
     ends = those(trained, {"another error": dict(place="a mistake", who=(1,))},
                  {"no plan": dict(place="forward", who=(1,), asked="900.00 GiB")})
@@ -213,8 +213,8 @@ def test_steps_that_have_room_are_run_as_without_that(found: list[dict[str, Any]
         expected = {  # one part may be done again: that of the second step; the first one is recorded
             "as large": [rank["plain"]["1"][0], 0, "", 1],
             "smaller": [of.get(100), 0, "", 1],
-            "larger": [of[513], 0, "", 2],
-            "larger fails": [of[513], 1, "", 2],
+            "larger": [of[385], 0, "", 2],
+            "larger fails": [of[385], 1, "", 2],
         }
         assert sure == {case: expected[case] for case in sure}
         assert "larger fails" in sure

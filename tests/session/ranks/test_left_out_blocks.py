@@ -41,7 +41,7 @@ def trained(**fit):
     torch.manual_seed(10 + rank)
     with memwall.fit(model, optimizer, **fit) if fit else contextlib.nullcontext() as session:
         for _ in range(6):
-            model(torch.randn(2048, 256)).square().mean().backward()
+            model(torch.randn(512, 256)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     digest = hashlib.sha256()

@@ -66,16 +66,16 @@ def trained(model, optimizer, evaluates=False, rows=1024):
             distributed.barrier()  # the others wait for rank 0, which must not wait for them
     return losses
 
-plain = trained(*made(), rows=4096)
+plain = trained(*made(), rows=2048)
 held = torch.ones(rank * 40 << 18)  # so that the second process is 40 MiB larger, and would plan otherwise
 model, optimizer = made()
 with memwall.fit(model, optimizer, budget="8GiB") as session:
-    trained(model, optimizer, rows=4096)
+    trained(model, optimizer, rows=2048)
 # A little more than the larger process needs; the smaller one has room to keep everything.
 budget = session.plan.forecast.smallest_feasible_budget_bytes + (6 << 20)
 model, optimizer = made()
 with memwall.fit(model, optimizer, budget=budget) as session:
-    losses = trained(model, optimizer, evaluates=True, rows=4096)
+    losses = trained(model, optimizer, evaluates=True, rows=2048)
 plan = session.plan
 
 def sharded():
