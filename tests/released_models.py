@@ -1,13 +1,22 @@
 """A small language model with tied embeddings, trained by a loop that tests change, for steps within backward."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from plans import a_plan
 from torch import Tensor, nn
 
+import memwall
+from memwall.planning.action import Action
+from memwall.planning.techniques.gradient_release import GradientRelease
+from memwall.trace.modules import fingerprint
+
 VOCABULARY, WIDTH = 256, 64
+WINDOW_BYTES = 100_000
+Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor], None]
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 MAKERS: dict[str, Make] = {
@@ -66,3 +75,43 @@ def are_same(one: list[Any], other: list[Any]) -> bool:
     """Whether two such lists have the same bits."""
     pairs = zip(one, other, strict=True)
     return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+class Ends(Exception):
+    """Ends a loop between backward and step."""
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    model(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(
+    name: str, *actions: Action, step: Step = plain_step, device: str = "cpu", model: nn.Module | None = None
+) -> list[Any]:
+    """Returns what six steps make of a model, under a plan with these actions if there are any."""
+    torch.manual_seed(0)
+    model = (TiedModel() if model is None else model).to(device)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = MAKERS[name](model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def run() -> None:
+        for batch in batches(6, device):
+            step(model, optimizer, batch)
+            scheduler.step()
+
+    if actions:
+        made = a_plan(*actions, device=device, model_fingerprint=fingerprint([model]), process_bytes=1)
+        with memwall.fit(model, optimizer, plan=made) as session, suppress(Ends):
+            assert session is not None
+            run()
+    else:
+        run()
+    assert all(bool((one != other).any(-1).all()) for one, other in zip(before, model.parameters(), strict=True))
+    return [*state_of(model, optimizer), scheduler.get_last_lr()]
+
+
+def released(**settings: Any) -> GradientRelease:
+    return GradientRelease(window_bytes=WINDOW_BYTES, **settings)

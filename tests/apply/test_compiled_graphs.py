@@ -130,8 +130,8 @@ def fresh():
     torch.manual_seed(0)
     return torch.compile(torch.nn.Sequential(*(own.Layer() for _ in range(own.LAYERS))), backend=own.REGIONS)
 
-own.train(fresh(), budget="20GiB", allow=["graphs"])  # what the compiler takes once is there then
-_, session = own.train(fresh(), num_steps=5, budget=own.budget(140 << 20), allow=["graphs"])
+own.train(fresh(), num_steps=1, budget="20GiB", allow=["graphs"])  # what the compiler takes once is there then
+_, session = own.train(fresh(), num_steps=4, budget=own.budget(140 << 20), allow=["graphs"])
 print(json.dumps([own.cut_of(session).ratio, torch._functorch.config.activation_memory_budget]))
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import PLACED, WIDTH, Block, Model, offload
+from block_models import WIDTH, Block, Model, offload
 from hidden_state import Calls
 from plans import plan_of
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from memwall.errors import ApplyError, NotExactError
 from memwall.planning.action import Action
 from memwall.planning.techniques.recompute import Recompute
 from memwall.session.session import Session
-from memwall.store.buckets import Bucket
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -365,41 +364,6 @@ def num_digests(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     monkeypatch.setattr(digests, "digest_of", counting)
     monkeypatch.setattr(proving, "digest_of", counting)
     return lambda: count
-
-
-def test_optimizer_state_that_comes_back_different_ends_the_run_before_it_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """GIVEN a bucket that gives tensors of one shape back under each other's keys, which no checksum sees."""
-    finish = Bucket.finish_read
-
-    def swapped(bucket: Bucket[Any], buffer: Any) -> None:
-        finish(bucket, buffer)
-        for holder in {id(piece.holder): piece.holder for piece in bucket._pieces}.values():
-            holder["exp_avg"], holder["exp_avg_sq"] = holder["exp_avg_sq"], holder["exp_avg"]
-
-    model = model_with(Block)
-    with Session(plan=plan_of(model, PLACED), disk=str(tmp_path)) as session:
-        trained(model, session, num_steps=1)
-        weights = copy.deepcopy(model)
-        monkeypatch.setattr(Bucket, "finish_read", swapped)
-        optimizer = session._borders.optimizers[0]
-        model(torch.randn(16, WIDTH)).square().mean().backward()
-        with pytest.raises(NotExactError, match=r"moving optimizer state .* came back different from what left"):
-            optimizer.step()
-        pairs = zip(model.parameters(), weights.parameters(), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs if one.dim() > 1), "those whose state was away"
-
-
-def test_state_that_a_loop_has_replaced_is_not_taken_for_another(tmp_path: Path) -> None:
-    model = model_with(Block)
-    with Session(plan=plan_of(model, PLACED), disk=str(tmp_path)) as session:
-        trained(model, session, num_steps=1)
-        optimizer = session._borders.optimizers[0]
-        for parameter, state in optimizer.state.items():
-            state["exp_avg"] = torch.zeros_like(parameter)
-        model(torch.randn(16, WIDTH)).square().mean().backward()
-        optimizer.step()
 
 
 def test_lossy_forms_are_not_compared() -> None:
