@@ -111,7 +111,7 @@ def note(table: "RenderableType") -> None:
 
 
 def plain(text: str) -> str:
-    """Returns a text in which control characters are written out: names in a file may be a stranger's.
+    r"""Returns a text in which control characters are written out: names in a file may be a stranger's.
 
     >>> plain("a\x1b]0;title\x07b\n\tc")
     'a\\x1b]0;title\\x07b\n\tc'
@@ -120,7 +120,7 @@ def plain(text: str) -> str:
 
 
 def escaped(character: str) -> str:
-    """Returns what Python writes for a character in a string, as `\x1b`."""
+    r"""Returns what Python writes for a character in a string, as `\x1b`."""
     return character.encode("unicode_escape").decode()
 
 
