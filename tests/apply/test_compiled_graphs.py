@@ -30,7 +30,7 @@ pytestmark = [
 
 MIB = 1 << 20
 HAS_COMPILER = which("g++") is not None
-WIDTH, BATCH, LAYERS = 64, 16384, 6
+WIDTH, BATCH, LAYERS = 64, 32768, 3
 
 
 class Layer(nn.Module):
