@@ -27,7 +27,7 @@ large = torch.ones(5000, 5000) if how == "long" else None
 if how == "own handler":
     signal.signal(signal.SIGTERM, lambda *_: print("heard"))
 if how == "clean-up":
-    atexit.register(lambda: (time.sleep(1), print("cleaned up at exit")))
+    atexit.register(lambda: (time.sleep(0.4), print("cleaned up at exit")))
 try:
     for step in memwall.steps(6):
         x = torch.randn(4)
@@ -49,7 +49,7 @@ try:
         print(step)
 finally:
     if how == "clean-up":
-        time.sleep(1)
+        time.sleep(0.4)
         print("cleaned up")
 print(hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest())
 """

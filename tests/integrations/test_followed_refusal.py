@@ -19,7 +19,7 @@ _SCRIPTS = {
 model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(1024, 1024), nn.ReLU())], nn.Linear(1024, 10))
 optimizer = torch.optim.Adam(model.parameters())
 def loss_of(step):
-    return nn.functional.cross_entropy(model(torch.randn(1024, 1024)), torch.randint(0, 10, (1024,)))
+    return nn.functional.cross_entropy(model(torch.randn(512, 1024)), torch.randint(0, 10, (512,)))
 """,
     "tables": """
 class Ranker(nn.Module):

@@ -200,7 +200,7 @@ def trained(model, optimizer, session=None):
     losses = []
     for step in range(3):
         torch.manual_seed(10 * step + rank)
-        loss = model(torch.randn(3072, 64)).square().mean()
+        loss = model(torch.randn(4096, 64)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
