@@ -6,8 +6,11 @@ from typing import Any
 import torch
 
 from memwall.apply.effect import Effect, Effects
+from memwall.apply.optimizer_state.kept_space import kept_space
+from memwall.apply.state_technique import StateHandler
 from memwall.apply.technique import Handler, Target, handler_of, registered, tag_of
 from memwall.errors import NotExactError
+from memwall.trace.optimizers import replaces
 
 PROOF_STEPS = 1000
 """Every so many steps actions prove themselves, from the first one under a plan on."""
@@ -92,6 +95,15 @@ class AppliedPlan(Target):
         for handler in self.handlers:
             if not self.is_set_by_loop(handler):
                 handler.optimizer_known(self, optimizer)
+
+    def can_replace(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tells whether an optimizer can go on under the plan in place of the present ones: it trains all they did.
+
+        It cannot where the backward has stepped parameters by the present one already, or commits name its state.
+        """
+        others = (each for each in self.handlers if not isinstance(each, StateHandler))
+        is_free = all(type(each).optimizer_known is Handler.optimizer_known for each in others)
+        return is_free and kept_space() is None and all(replaces(optimizer, one) for one in self.optimizers)
 
     def begin_step(self) -> None:
         """Prepares a step; to be called before its first forward."""

@@ -213,7 +213,8 @@ class Session:
         check_optimizer(optimizer)
         if optimizer not in self._borders.optimizers:
             self._borders.add_optimizer(optimizer)
-            self._live.in_effect.add_optimizer(optimizer)
+            if self._live.in_effect.add_optimizer(optimizer):
+                self._borders.replace_optimizers(optimizer)
 
     @property
     def has_missed_steps(self) -> bool:
@@ -263,10 +264,11 @@ class Session:
             self._steps.end(completed=completed)
         finally:
             take_back = partial(self._live.in_effect.take_back, keeps_state=not brings_back)
-            ends = (close_once_unneeded, self.measured.end_run, self._live.end, self._borders.let_go, take_back)
+            ends = (close_once_unneeded, self.measured.end_run, self._live.end, self._borders.let_go)
+            replaced = [self._live.in_effect.keeper.close] * brings_back
             try:
                 with interruptions_put_off():
-                    undo_all((self._patches.undo, *ends, self._live.stop_recording))
+                    undo_all((self._patches.undo, *ends, *replaced, take_back, self._live.stop_recording))
             except Exception as error:
                 failed = self._steps.recovery.not_brought_back(error)
                 if failed is None:

@@ -73,6 +73,7 @@ class StepBorders:
         self._patches = Patches("finds where training steps begin and end")
         self.model: nn.Module | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._hooked = weakref.WeakSet[torch.optim.Optimizer]()
         self.stepped: list[torch.optim.Optimizer] = []
         """Optimizers that have stepped so far, in the order of their first steps."""
         self.phase: Phase = "between steps"
@@ -168,9 +169,19 @@ class StepBorders:
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Begins to follow an optimizer."""
         self.optimizers += (optimizer,)
+        if optimizer in self._hooked:
+            return
+        self._hooked.add(optimizer)
         self._patches.hook(optimizer.register_step_pre_hook, self._enter_optimizer)
         self._patches.hook(optimizer.register_step_post_hook, self._after_optimizer)
         self._patches.hook(optimizer.register_state_dict_pre_hook, self._before_saving)
+
+    def replace_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forgets the others: this one steps in their place. The step is another one where it is of another class."""
+        others = [one for one in self.optimizers if one is not optimizer]
+        self.optimizers = (optimizer,)
+        if [type(one) for one in others] == [type(optimizer)]:
+            self.stepped[:] = [optimizer]
 
     def let_go_optimizers(self) -> None:
         """Forgets those that nobody else holds, as of a stage of the script that is over: their state goes with them.
@@ -193,6 +204,7 @@ class StepBorders:
     def detach(self) -> None:
         """Takes all hooks away."""
         self._patches.undo()
+        self._hooked.clear()
         self._is_watching = self._is_watching_scaling = False
 
     def let_go(self) -> None:

@@ -117,3 +117,9 @@ def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """Returns whether the optimizer steps a parameter of this model."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return any(id(parameter) in trained for parameter in model.parameters())
+
+
+def replaces(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Tells whether an optimizer trains all that another one does: a loop makes a new one to go on, as to fine-tune."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return all(id(parameter) in trained for group in other.param_groups for parameter in group["params"])

@@ -237,7 +237,7 @@ def test_a_plan_that_keeps_state_on_disk_is_refused_before_the_first_step() -> N
 def test_an_optimizer_that_comes_to_one_whose_state_is_on_disk_is_refused() -> None:
     model, _ = made()
     plan = plan_of(model, OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=KIB))
-    first, second = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+    first, second = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.last.parameters())
     session = Session(plan=plan)
     session.attach(model, None)
     with (
@@ -246,6 +246,36 @@ def test_an_optimizer_that_comes_to_one_whose_state_is_on_disk_is_refused() -> N
         shown_at_first_step(session),
     ):
         train(model, (first, second))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", ["aabb", "aabbac", "abab"])
+@pytest.mark.parametrize("others", [torch.optim.AdamW, torch.optim.NAdam], ids=["of one class", "of two"])
+def test_an_optimizer_that_takes_the_place_of_one_whose_state_is_on_disk_trains_to_the_same_bits(
+    turns: str, others: type[torch.optim.Optimizer]
+) -> None:
+    """GIVEN a plan with state on disk WHEN a loop goes on with a new optimizer THEN each finds its own state there."""
+
+    def train_in_turns(model: nn.Module) -> list[torch.optim.Optimizer]:
+        by_name: dict[str, torch.optim.Optimizer] = {"a": torch.optim.AdamW(model.parameters(), lr=1e-2)}
+        for step, name in enumerate(turns):
+            optimizer = by_name.setdefault(name, others(model.parameters(), lr=1e-3))  # type: ignore[call-arg]
+            model(torch.ones(5, 32), step).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*by_name.values()]
+
+    model, _ = made()
+    plain = everything(model, train_in_turns(model))
+    model, _ = made()
+    plan = plan_of(model, OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=KIB))
+    session = Session(plan=plan)
+    session.attach(model, None)
+    with session, shown_at_first_step(session):
+        optimizers = train_in_turns(model)
+        assert session._live.in_effect.keeper.away_bytes > 0
+    assert same(everything(model, optimizers), plain)
+    assert session.measured.num_steps == len(turns)
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ class CpuStep:
         limit_bytes: int,
     ) -> None:
         self._torch_step = inner_step_of(optimizer, kept=self.kept, device=device)
-        self._optimizer, self._device, self.bucket_bytes = optimizer, device, bucket_bytes
+        self.optimizer, self._device, self.bucket_bytes = optimizer, device, bucket_bytes
         check_optimizer(optimizer, device)
         check_room(optimizer, device, bucket_bytes=bucket_bytes, limit_bytes=limit_bytes)
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -121,11 +121,11 @@ class CpuStep:
         self._inward.synchronize()
         self._stages = []
         self._arena.close()
-        fused = {p for group in self._optimizer.param_groups if group.get("fused") for p in group["params"]}
+        fused = {p for group in self.optimizer.param_groups if group.get("fused") for p in group["params"]}
         try:
             for parameter, key, value in self._state():
                 if value.ndim > 0 or parameter in fused:
-                    self._optimizer.state[parameter][key] = value.to(parameter.device)
+                    self.optimizer.state[parameter][key] = value.to(parameter.device)
         except torch.OutOfMemoryError:
             _log.warning(
                 "%s has no room for all of the optimizer's state, some of which are CPU tensors now: state_dict() is "
@@ -140,8 +140,8 @@ class CpuStep:
                 "optimizer.step() out of the graph, or plan without --allow cpu-optimizer-step"
             )
         # Groups may have been added, gradients become sparse, and tensors been moved.
-        check_optimizer(self._optimizer, self._device)
-        check_state(self._optimizer)
+        check_optimizer(self.optimizer, self._device)
+        check_state(self.optimizer)
         buckets = self._buckets()
         if not buckets:
             return
@@ -167,7 +167,7 @@ class CpuStep:
     @torch.no_grad()
     def _unscale(self, parameters: Sequence[Tensor]) -> None:
         """Does to gradients that a scaler left to a fused step what that does: on the device, they are down by now."""
-        scale, found_inf = (vars(self._optimizer).get(name) for name in _SCALER_TENSORS)
+        scale, found_inf = (vars(self.optimizer).get(name) for name in _SCALER_TENSORS)
         if scale is None:
             return
         divisor = scale if found_inf is None else torch.where(found_inf == 1, 1.0, scale)
@@ -202,7 +202,7 @@ class CpuStep:
         part: dict[int, list[Tensor]] = {}
         for (number, _), twin in zip(down.members, down.twins, strict=True):
             part.setdefault(number, []).append(twin)
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         whole = optimizer.state
         pairs = [(parameter, twin) for (_, parameter), twin in zip(down.members, down.twins, strict=True)]
         for parameter, _ in pairs:
@@ -218,7 +218,7 @@ class CpuStep:
         """Lists parameters with a gradient, in the optimizer's order, each with the number of its group."""
         buckets: list[list[tuple[int, Tensor]]] = []
         filled_bytes = 0
-        for number, group in enumerate(self._optimizer.param_groups):
+        for number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -244,12 +244,12 @@ class CpuStep:
     def _to_host(self) -> None:
         for parameter, key, value in self._state():
             # A copy even of what is there: a step writes into it, and it may be the caller's.
-            self._optimizer.state[parameter][key] = value.to(_CPU, copy=True)
+            self.optimizer.state[parameter][key] = value.to(_CPU, copy=True)
 
     def _state(self) -> list[tuple[Tensor, Any, Tensor]]:
         return [
             (parameter, key, value)
-            for parameter, state in self._optimizer.state.items()
+            for parameter, state in self.optimizer.state.items()
             for key, value in state.items()
             if isinstance(value, Tensor)
         ]

@@ -26,6 +26,7 @@ from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.errors import ApplyError, MemwallError, StoreError
 from memwall.machine.meter import CudaMeter, process_bytes
+from memwall.patches import undo_all
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement, bucket_choices
 from memwall.store.buckets import DiskSpace
 from memwall.trace.optimizers import Optimizers, optimizers_of
@@ -77,6 +78,8 @@ class StateKeeper:
     ) -> None:
         self._disk, self._capacity_bytes, self._around_step = disk, capacity_bytes, around_step
         self._opened = OpenOnDisk[OptimizerState | CpuStep]()
+        self._resting: list[OpenOnDisk[OptimizerState | CpuStep]] = []
+        """State of optimizers that others have replaced."""
         self._low_bit: LowBitOptimizerState | None = None
 
     @property
@@ -86,7 +89,7 @@ class StateKeeper:
     @property
     def failure(self) -> MemwallError | None:
         """Is the first transfer that failed in a step."""
-        every = (self._opened.held, self._low_bit)
+        every = (self._opened.held, self._low_bit, *(one.held for one in self._resting))
         return next((kept.failure for kept in every if kept and kept.failure), None)
 
     @property
@@ -224,6 +227,16 @@ class StateKeeper:
             return False
         return True
 
+    def turn_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leaves the state that is away where it is, and goes on with that of the optimizer that takes its own's place.
+
+        Whoever steps one that was replaced finds its state, as it was, until `close`.
+        """
+        self._resting.append(self._opened)
+        found = (one for one in self._resting if one.held is not None and one.held.optimizer is optimizer)
+        self._opened = next(found, OpenOnDisk())
+        self._resting = [one for one in self._resting if one is not self._opened]
+
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Has state in its place while a recorder looks at it."""
@@ -244,6 +257,14 @@ class StateKeeper:
         self._open_moments()
         self._opened.close()
 
+    def close(self) -> None:
+        """Brings the state back, and that of optimizers that others have replaced.
+
+        Raises:
+            StoreError: some of it cannot be read back.
+        """
+        undo_all([self.bring_back, *(one.close for one in self._resting)])
+
     def _open_moments(self) -> None:
         low_bit, self._low_bit = self._low_bit, None
         if low_bit is not None:
@@ -251,7 +272,8 @@ class StateKeeper:
 
     def moved_bytes(self) -> tuple[int, int]:
         """Returns the bytes written to disk and read from it since this was asked last."""
-        return self._opened.moved_bytes()
+        moved = [one.moved_bytes() for one in (self._opened, *self._resting)]
+        return sum(out for out, _ in moved), sum(back for _, back in moved)
 
 
 def stepping_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
