@@ -65,6 +65,8 @@ class TraceBuilder:
         self._num_micro_batches = 1
         self._gradients_persist = False
         self._had_state = False
+        self._stateful: set[int] = set()
+        """Identities of what optimizers had state of when the step began."""
         self._begin = 0.0
         self._workspaces = workspaces or Workspaces(is_available=not self._is_fake)
         self.table = ModuleTable(roots)
@@ -102,6 +104,7 @@ class TraceBuilder:
         """
         states = [optimizer.state for optimizer in optimizers_of(optimizers)]
         self._had_state = bool(states) and all(states)
+        self._stateful = {id(parameter) for state in states for parameter in state}
         self._gradients_persist = any(p.grad is not None for root in self.roots for p in root.parameters())
         recorder = StepRecorder(
             self.roots,
@@ -167,6 +170,7 @@ class TraceBuilder:
         recorder, self._recorder = self._recorder, None
         self.draws_in_python = recorder.draws_in_python
         log = recorder.finish(optimizers)
+        made = (parameter for each in optimizers_of(optimizers) for parameter in each.state)
         for phase, hint in _EVALUATION if is_evaluation else _TRAINING:
             if not log.has_mark(phase):
                 whole = "evaluation" if is_evaluation else "training step"
@@ -182,7 +186,7 @@ class TraceBuilder:
             log,
             recorder.table,
             self._names,
-            kind="steady" if self._had_state else "first",
+            kind="steady" if self._had_state and self._stateful.issuperset(map(id, made)) else "first",
             wall_seconds=wall_seconds,
             process_peak_bytes=peak_bytes,
             gradient_use=recorder.gradient_use,

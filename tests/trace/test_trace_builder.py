@@ -91,6 +91,42 @@ def test_a_step_in_which_one_of_several_optimizers_makes_its_state_is_a_first_on
     assert [step.kind for step in steps] == ["first", "first", "steady"]
 
 
+def test_a_step_in_which_state_of_unfrozen_parameters_is_made_is_a_first_one(
+    record_steps: Callable[..., tuple[Trace, list[Step]]], mlp: type[nn.Module]
+) -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    first, *others = model.parameters()
+
+    def step_of(is_frozen: bool) -> Callable[[], None]:
+        def step() -> None:
+            for parameter in others:
+                parameter.requires_grad_(not is_frozen)
+            model(torch.randn(5, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    _, steps = record_steps(model, [step_of(True), step_of(False), step_of(False)], optimizer)
+    assert [step.kind for step in steps] == ["first", "first", "steady"]
+    assert len(optimizer.state[first]) == len(optimizer.state[others[0]])
+
+
+def test_a_step_in_which_a_further_optimizer_shows_itself_is_a_first_one(mlp: type[nn.Module]) -> None:
+    model = mlp()
+    known, later = (torch.optim.Adam([parameter]) for parameter in list(model.parameters())[:2])
+    builder = TraceBuilder([model])
+    kinds = []
+    for at_start, at_end in (([known], [known]), ([known], [known, later]), ([known, later], [known, later])):
+        builder.start_step(at_start)
+        model(torch.randn(5, 8)).sum().backward()
+        for optimizer in at_end:
+            optimizer.step()
+        kinds.append(builder.finish_step(at_end).kind)
+    assert kinds == ["first", "first", "steady"]
+
+
 def test_gradients_that_are_zeroed_in_place_stand_through_the_next_step(
     record_steps: Callable[..., tuple[Trace, list[Step]]], mlp: type[nn.Module]
 ) -> None:
