@@ -8,6 +8,8 @@ import memwall
 from memwall.errors import InfeasibleError
 from memwall.machine.meter import process_bytes
 from memwall.session.recorded_step import RecordedForms
+from memwall.session.session import Session
+from memwall.trace.together import TrainedTogether
 
 pytestmark = pytest.mark.slow
 
@@ -38,3 +40,27 @@ def test_a_refusal_counts_every_step_that_was_recorded(monkeypatch: pytest.Monke
     assert len(held) == 2
     assert held[0] > held[1] + (20 << 20)
     assert refused.value.smallest_feasible_bytes >= held[0]
+
+
+def test_a_refusal_after_more_models_says_what_each_further_one_takes() -> None:
+    """GIVEN a loop that keeps each model that it has trained WHEN the next has no room THEN its bytes are told."""
+    first, second = (nn.Linear(512, 512, bias=False) for _ in range(2))  # 1 MiB, as are gradient and each moment
+    optimizers = [torch.optim.Adam(model.parameters()) for model in (first, second)]
+    session = Session(budget_bytes=1 << 40)
+    session.attach(first, optimizers[0])
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            model(torch.ones(2, 512)).sum().backward()
+            optimizer.step()
+
+    def train_both() -> None:
+        with session:
+            train(first, optimizers[0])
+            session.train_also(TrainedTogether((first, second)))
+            session.add_optimizer(optimizers[1])
+            session._live.lower_budget(1)
+            train(second, optimizers[1])
+
+    with pytest.raises(InfeasibleError, match=r"every further one takes some 4\.1 MiB more"):
+        train_both()

@@ -7,7 +7,7 @@ from operator import attrgetter, is_not
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memwall.session.live_plan import LivePlan
 from memwall.session.loop.longer_batch import is_too_large
@@ -16,6 +16,8 @@ from memwall.session.recovery import Recovery
 from memwall.session.step_borders import StepBorders
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.modules import own_modules, own_parameters
+from memwall.trace.together import models_of
+from memwall.units import format_bytes
 
 _T = TypeVar("_T")
 
@@ -67,6 +69,16 @@ def _values(dicts: list[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
 
 
+def _standing_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Returns the bytes of a model's parameters and gradients, and of its optimizers' state."""
+    with without_subclass_functions():
+        parameters = list(model.parameters())
+        states = (each.state[one] for each in optimizers for one in parameters if one in each.state)
+        values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        num_copies = 1 + any(one.grad is not None for one in parameters)
+        return sum(value.nbytes for value in values) + num_copies * sum(one.nbytes for one in parameters)
+
+
 class LoopChanges:
     """Compares each step of a loop with the one that its plan was made from.
 
@@ -93,8 +105,14 @@ class LoopChanges:
 
     def outgrow(self, model: nn.Module) -> None:
         """Follows other models from the next step on, which is to be recorded."""
+        last = models_of(self._borders.attached_model)[-1]
+        kept_bytes = _standing_bytes(last, self._borders.optimizers)
         self._borders.attach_instead(model)
-        self.is_outgrown, self.why = True, "more models are trained, or other ones"
+        self.is_outgrown = True
+        self.why = (
+            "more models are trained, or other ones; if the script keeps each that it has trained, every further one "
+            f"takes some {format_bytes(kept_bytes, rounding='up')} more, with its gradients and its optimizer's state"
+        )
 
     def recording_begins(self) -> None:
         """Notes which parameters take gradients in the step that is recorded, or that a given plan is for."""
