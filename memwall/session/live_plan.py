@@ -29,7 +29,8 @@ from memwall.session.measurements import Measurements, trained_parameters
 from memwall.session.plan_in_effect import PlanInEffect
 from memwall.session.ranks.agreement import Ranks
 from memwall.session.ranks.shared_plan import Solve, check_equal, planned_together, save_together
-from memwall.session.recorded_step import RecordedForms, RecordedStep
+from memwall.session.recorded_forms import RecordedForms
+from memwall.session.recorded_step import RecordedStep
 from memwall.session.step_borders import StepBorders
 from memwall.trace.records import Trace
 

@@ -20,12 +20,11 @@ from memwall.apply.offload.parking import Parked
 from memwall.apply.optimizer_state.state_keeper import StateKeeper, stepping_bytes
 from memwall.apply.streaming.open_streaming import is_streamed
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
-from memwall.apply.technique import InRecording, allowed
+from memwall.apply.technique import allowed
 from memwall.checkpoint.discovery import find_optimizers, objects_of
 from memwall.errors import MemwallError
 from memwall.machine.meter import meter_of
 from memwall.machine.process_group import num_processes
-from memwall.patches import undo_all
 from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
@@ -319,49 +318,6 @@ class RecordedStep:
             host_limit_bytes=max(0, (self._host_limit_bytes or 0) - used_bytes),
             must=self._parameters.away_bytes > 0,
         )
-
-
-class RecordedForms:
-    """Holds the forms in which a step is recorded, one for each technique that has changed it."""
-
-    def __init__(self) -> None:
-        self._present: dict[str, InRecording] = {}
-
-    def begin(self, model: nn.Module, settings: Settings, *, is_streamed: bool) -> None:
-        """Changes the model as techniques want it that the user allowed; to be called before the recording.
-
-        Args:
-            is_streamed: whether parameters are on disk until their own module is called.
-        """
-        for technique, handler in allowed(settings.allow):
-            if technique.tag not in self._present:
-                form = handler.begin_recording(model, settings, is_streamed=is_streamed)
-                if form is not None:
-                    self._present[technique.tag] = form
-
-    def settled(self, settings: Settings, trace: Trace) -> Settings:
-        """Returns the settings with what the recorded step shows of the techniques that it ran with."""
-        for form in self._present.values():
-            settings = form.settled(settings, trace)
-        return settings
-
-    def change(self, model: nn.Module, settings: Settings, trace: Trace, *, is_running: bool) -> bool:
-        """Changes the model where nothing fits the budget; False if no technique that is allowed can.
-
-        Args:
-            is_running: whether the model's forward is being called right now, by a hook before it.
-        """
-        for technique, handler in allowed(settings.allow):
-            form = handler.record_again(model, trace, is_running=is_running)
-            if form is not None:
-                self._present[technique.tag] = form
-                return True
-        return False
-
-    def end(self) -> None:
-        """Gives the model back. Safe to call twice."""
-        forms, self._present = self._present, {}
-        undo_all([form.undo for form in forms.values()])
 
 
 def _on_device_bytes(trace: Trace, min_bytes: int, *, moves_state: bool) -> int:

@@ -7,7 +7,7 @@ from torch import nn
 import memwall
 from memwall.errors import InfeasibleError
 from memwall.machine.meter import process_bytes
-from memwall.session.recorded_step import RecordedForms
+from memwall.session.recorded_forms import RecordedForms
 from memwall.session.session import Session
 from memwall.trace.together import TrainedTogether
 
