@@ -78,7 +78,8 @@ def refuse_waiting(store: Any, waits: dict[int, Wait]) -> RankError:
     listed, call = ", ".join(map(str, list(waits)[:8])), next(iter(waits.values())).call
     receives = call in _RECEIVING
     text = (
-        f"rank{'s' if len(waits) > 1 else ''} {listed} of {distributed.get_world_size()} wait "
+        f"{'ranks' if len(waits) > 1 else 'rank'} {listed} of {distributed.get_world_size()} "
+        f"{'wait' if len(waits) > 1 else 'waits'} "
         f"{'to receive ' if receives else 'for others '}(torch.distributed.{call}) before the first training step"
         f"{'' if receives else ', which others have begun'}: {PIPELINE if receives else _ALONE}"
     )

@@ -61,8 +61,8 @@ sys.exit(main())
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        (BY_HAND, ("rank 1 of 2 wait to receive", "ranks meet before each one's first forward")),
-        (ALONE, ("rank 1 of 2 wait for others (torch.distributed.barrier)", "none of them trains alone")),
+        (BY_HAND, ("rank 1 of 2 waits to receive", "ranks meet before each one's first forward")),
+        (ALONE, ("rank 1 of 2 waits for others (torch.distributed.barrier)", "none of them trains alone")),
     ],
     ids=["a pipeline by hand", "one rank trains first"],
 )
