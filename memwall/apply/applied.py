@@ -107,7 +107,7 @@ class AppliedPlan(Target):
 
     def begin_step(self) -> None:
         """Prepares a step; to be called before its first forward."""
-        self.allocator.hold_limit()
+        self.allocator.begin_step()
         self.blocks.begin_step()
         if self._num_steps % PROOF_STEPS <= 1:
             for handler in self.handlers:

@@ -228,6 +228,23 @@ print(round(handler.passing_outside_bytes() / MIB))
 
 
 @needs_heap
+def test_memory_of_weights_that_a_loop_replaced_goes_back_before_the_step(output_of: OutputOf) -> None:
+    """GIVEN weights that malloc has WHEN others take their place THEN the next step begins with these alone."""
+    assert output_of("""
+weights = [tensor(16) for _ in range(4)]
+last = tensor(1)  # malloc returns by itself what is free at its end
+handler.apply("tensor-heap", 1 << 40)
+handler.begin_step()
+before = process_bytes()
+for number in range(4):
+    weights[number] = 0.9 * weights[number]
+print(process_bytes() - before >= 64 * MIB)
+handler.begin_step()
+print(process_bytes() - before < 4 * MIB)
+""") == ["True", "True"]
+
+
+@needs_heap
 def test_cycles_that_hold_tensors_are_collected_before_their_pages_are_returned(output_of: OutputOf) -> None:
     assert output_of("""
 handler.apply("tensor-heap", 1 << 40)

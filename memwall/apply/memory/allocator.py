@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 _LEAST_RESERVED_BYTES = 1 << 30
 # Another thread may free a block between two looks, and what was returned may never have been written.
 _NUM_LOOKS = 8
+_RISE_BYTES = 4 << 20
+"""Rise of what tensors hold when a step begins from which on what malloc has free is returned."""
 
 
 def hooked_heap() -> TensorHeap:
@@ -67,7 +69,7 @@ class AllocatorHandler:
         """Names what is in force; None for malloc."""
         self._heap: TensorHeap | None = None
         self._limit_bytes = self._outside_bytes = self._others_bytes = self._peak_before_bytes = 0
-        self._most_outside_bytes = 0
+        self._most_outside_bytes = self._most_begun_bytes = 0
         self._patches = Patches("has CPU tensors allocated in another way")
 
     def apply(self, policy: str, limit_bytes: int = 0, outside_bytes: int = 0) -> None:
@@ -90,6 +92,7 @@ class AllocatorHandler:
         self._limit_bytes, self._outside_bytes = limit_bytes, outside_bytes
         self._others_bytes = self._present_others_bytes()
         self._peak_before_bytes, self._most_outside_bytes = self._heap.figures().peak_resident_bytes, 0
+        self._most_begun_bytes = self.live_bytes
         self.hold_limit()
         self.policy = policy
         _log.debug("tensors are allocated under '%s'", policy)
@@ -98,6 +101,17 @@ class AllocatorHandler:
         """Sets the way with the least memory, see `apply`; nothing where there is none."""
         if not heap_unavailable_reason():
             self.apply(TENSOR_HEAP, limit_bytes, outside_bytes)
+
+    def begin_step(self) -> None:
+        """Holds the heap to its limit in the step that begins.
+
+        Where the loop has put new tensors in the place of old ones since, as an average of the weights, malloc may keep
+        the old ones' memory, which they had before there was a heap: it goes back to the system first.
+        """
+        if self._limit_bytes and self.live_bytes > self._most_begun_bytes + _RISE_BYTES:
+            self._most_begun_bytes = self.live_bytes
+            return_free_memory(generation=0)
+        self.hold_limit()
 
     def hold_limit(self, room_bytes: int = 0) -> None:
         """Holds the heap to its limit anew, before each step at least: what else the process holds may have changed.
