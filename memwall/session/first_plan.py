@@ -117,12 +117,13 @@ def check_device_has(device: torch.device, budget_bytes: int, plan: Plan | None)
 
 
 def planned(
-    trace: Trace, settings: Settings, allocator: AllocatorHandler, *, is_first: bool = True
+    trace: Trace, settings: Settings, allocator: AllocatorHandler, *, is_first: bool = True, num_to_come: int = 0
 ) -> tuple[Trace, Plan]:
     """Returns a plan that knows what planning left in the process, solver and trace; and the trace that says so.
 
     Args:
         is_first: whether the run has had no plan before. One that has is not ended by a step that was recorded anew.
+        num_to_come: models whose steps are to be recorded as well, each beside what the plannings before it have left.
 
     Raises:
         InfeasibleError: nothing fits, or the first step did not, with which the next run begins again; a run under the
@@ -145,7 +146,8 @@ def planned(
     grown_bytes = process_bytes() - before_bytes if trace.device == "cpu" else 0
     if plan is None or is_refused:
         if first is not None:
-            first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, peak_bytes))
+            last_bytes = first.needed_bytes + num_to_come * max(0, grown_bytes)
+            first = msgspec.structs.replace(first, needed_bytes=max(last_bytes, peak_bytes))
             settings = msgspec.structs.replace(settings, first_step=first)
         trace = charged(trace, max(0, grown_bytes))
         if is_metered and peak_bytes - before_bytes > _NOTED_BYTES:

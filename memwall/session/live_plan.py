@@ -227,7 +227,8 @@ class LivePlan:
         begin = time.perf_counter()
 
         def solve(trace: Trace, settings: Settings) -> tuple[Trace, Plan]:
-            return planned(trace, settings, self.in_effect.allocator, is_first=not self._measured.has_plan)
+            is_first, num_to_come = not self._measured.has_plan, self._borders.num_models_to_come
+            return planned(trace, settings, self.in_effect.allocator, is_first=is_first, num_to_come=num_to_come)
 
         try:
             self.trace, self.plan = self._solved(self.trace, self._present_settings(), solve)

@@ -302,6 +302,16 @@ class StepBorders:
         return self._num_forwards == 1
 
     @property
+    def called_models(self) -> frozenset[int]:
+        """Returns the models, by their id, that were called with gradients on in the step that began last."""
+        return self._turns.called_models
+
+    @property
+    def num_models_to_come(self) -> int:
+        """Counts the models trained together that were not called in the step: their turns are other steps."""
+        return sum(id(model) not in self.called_models for model in models_of(self.attached_model))
+
+    @property
     def have_all_stepped(self) -> bool:
         """Tells whether each optimizer that is known has stepped in the present step, as far as it has come."""
         return self._turns.num_optimizers == len(self.optimizers)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from memwall.session.live_plan import LivePlan
+from memwall.session.live_plan import LivePlan, Revision
 from memwall.session.loop.longer_batch import is_too_large
 from memwall.session.loop.stages import Stages
 from memwall.session.recovery import Recovery
@@ -90,6 +90,10 @@ class LoopChanges:
     def __init__(self, live: LivePlan, borders: StepBorders, recovery: Recovery) -> None:
         self._live, self._borders, self._recovery = live, borders, recovery
         self._stages = Stages()
+        self._called: frozenset[int] = frozenset()
+        """The models, by their id, that were called in the step that the present plan was made from."""
+        self._turns: dict[frozenset[int], tuple[Revision, Stages]] = {}
+        """The plans of steps in which others of the models were called, which have turns of several steps."""
         self._layers: Layers | None = None
         self._num_planned_for = 0
         """Optimizers that had stepped when the plan was made."""
@@ -119,8 +123,8 @@ class LoopChanges:
         self._stages.begin(self.layers.trained())
 
     def recording_ends(self) -> None:
-        """Notes how many optimizers the plan is for."""
-        self._num_planned_for = len(self._borders.stepped)
+        """Notes which models and how many optimizers the plan is for."""
+        self._called, self._num_planned_for = self._borders.called_models, len(self._borders.stepped)
 
     def are_to_be_recorded(self, *, is_running: bool) -> bool:
         """Returns whether the step that begins is another one; where a plan is known for it, that one takes effect.
@@ -135,6 +139,8 @@ class LoopChanges:
             return False
         if self._has_newcomer:
             self.why = "another optimizer has begun to step"
+        elif self._is_new_turn():
+            self.why = "another one of the models that are trained has its turn"
         elif self._is_new_stage():
             num_more = sum(self.layers.trained()) - sum(self._stages.planned)
             self.why = f"{num_more} more parameters take gradients than before" * (num_more > 0)
@@ -160,6 +166,26 @@ class LoopChanges:
         here = self._live
         is_fixed = here.is_given or here.ranks is not None or here.in_effect.is_cooperative
         return not is_fixed and is_too_large(self._borders.input_shape, here.trace, here.plan)
+
+    def _is_new_turn(self) -> bool:
+        """Tells whether a model begins the step that was not called in the one that was planned, nor in an earlier one.
+
+        Models may have turns of several steps, as where a population of them is trained: a plan of some does nothing
+        to the others. Where a plan of this model's turn is known, it takes the place of the present one.
+        """
+        called, here = self._borders.called, self._live
+        if here.is_given or self._borders.is_ahead or called is None or not self._called or id(called) in self._called:
+            return False
+        present = here.present
+        self._turns[self._called] = present, self._stages
+        known = next((models for models in self._turns if id(called) in models), None)
+        revision, self._stages = (None, Stages()) if known is None else self._turns[known]
+        if known is None or revision is None or revision.budget_bytes > present.budget_bytes:
+            return True  # a plan for more than can be had, as turned out since, is of no use any more
+        self._called = known
+        self._recovery.forget_excess()
+        here.change_to(revision)
+        return False
 
     def _is_new_stage(self) -> bool:
         """Tells whether the loop has frozen or unfrozen parameters since the step was recorded: another graph.

@@ -69,6 +69,11 @@ class Turns:
             self._awaited -= self._idle
 
     @property
+    def called_models(self) -> frozenset[int]:
+        """Returns the models, by their id, that were called in the present step."""
+        return frozenset(self._called)
+
+    @property
     def num_optimizers(self) -> int:
         """Counts the optimizers that have stepped in the present step."""
         return len(self._counts)
