@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from memwall.errors import TraceError, UsageError
+from memwall.errors import InfeasibleError, TraceError, UsageError
 from memwall.machine.hardware import Hardware
 from memwall.planning.modes import allowed_words, check_one_process, has_mode
 from memwall.planning.one_recording.recording_search import RecordingSearch
@@ -97,6 +97,19 @@ def make_plan(trace: Trace, settings: Settings) -> Plan:
         InfeasibleError: nothing fits.
     """
     search = RecordingSearch(trace, settings)
+    found = found_by(search)
+    if found is None:
+        raise refused_by(search)
+    return found
+
+
+def found_by(search: RecordingSearch) -> Plan | None:
+    """Returns the cheapest plan of a search; None where nothing fits, of which `refused_by` says more.
+
+    Raises:
+        InfeasibleError: nothing fits in another recording of the step either, which it is about.
+    """
+    trace, settings = search.trace, search.settings
     for has_margin in (True, False):
         # A full allocator takes time that no forecast counts: one is planned only where nothing else fits.
         for fills in (False, True) if has_margin and search.can_fill else (not has_margin,):
@@ -107,7 +120,12 @@ def make_plan(trace: Trace, settings: Settings) -> Plan:
             recording = technique.recording_where_nothing_fits(trace, settings)
             if recording is not None:
                 return make_plan(recording.trace, recording.settings)
-    raise min((search, *search.others), key=RecordingSearch.smallest_bytes).infeasible()
+    return None
+
+
+def refused_by(search: RecordingSearch) -> InfeasibleError:
+    """Returns what says by how much nothing fits, of the recording that needs the least."""
+    return min((search, *search.others), key=RecordingSearch.smallest_bytes).infeasible()
 
 
 def _sparing_the_disk(found: Plan, trace: Trace, settings: Settings, *, has_margin: bool) -> Plan:

@@ -128,6 +128,8 @@ class ProcessModel(Process):
         self._trace = trace
         self._has_malloc = trace.device == "cpu" and not unavailable_reason()
         self._has_heap = trace.device == "cpu" and not heap_unavailable_reason()
+        self._freed: tuple[Step, Resident] | None = None
+        """The step that was forecast last under malloc: that without a plan is asked for again and again."""
 
     @property
     def allocator_advice(self) -> None:
@@ -137,13 +139,16 @@ class ProcessModel(Process):
         """Forecasts the step under malloc as it is; of more tensors than can be replayed, them alone."""
         if not self._has_malloc or len(step.storages) > _MOST_REPLAYED_STORAGES:
             return self.bare(step)
-        figures = replay(events_of(step))
-        return Resident(
-            policy="default",
-            is_default=True,
-            process_bytes=self._beyond_tensors + figures.peak_resident_bytes,
-            fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
-        )
+        if self._freed is None or self._freed[0] is not step:
+            figures = replay(events_of(step))
+            found = Resident(
+                policy="default",
+                is_default=True,
+                process_bytes=self._beyond_tensors + figures.peak_resident_bytes,
+                fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
+            )
+            self._freed = step, found
+        return self._freed[1]
 
     def untreated(self, step: Step) -> Resident:
         return self.free(step)

@@ -16,7 +16,7 @@ from memwall.machine.meter import process_bytes, process_peak_bytes, reset_proce
 from memwall.planning.modes import allowed_words, check_one_process, has_mode
 from memwall.planning.one_recording.recording_search import RecordingSearch
 from memwall.planning.planfile import Plan
-from memwall.planning.search import make_plan
+from memwall.planning.search import found_by, make_plan, refused_by
 from memwall.planning.settings import Settings
 from memwall.planning.technique import techniques
 from memwall.trace.modules import fingerprint
@@ -132,16 +132,18 @@ def planned(
     _warn_of_limit(trace, settings)
     first = settings.first_step
     is_passed = is_first and first is not None and first.needed_bytes > settings.budget_bytes
-    # One that is compiled as a whole saves less from its second step on: whether it has passed is judged at the end.
-    is_refused = is_passed and COMPILED_CODE not in trace.names
     if trace.device != "cpu" and is_passed:
         raise RecordingSearch(trace, settings).infeasible()
     before_bytes, is_metered = process_bytes(), trace.device == "cpu" and reset_process_peak()
+    is_other = False
+    """Whether what was refused is another recording of the step."""
     try:
-        plan = make_plan(trace, settings)
+        plan = found_by(RecordingSearch(trace, settings))
     except InfeasibleError:
-        plan = None
+        plan, is_other = None, True
     peak_bytes = process_peak_bytes() if is_metered else 0
+    # One that is compiled as a whole saves less from its second step on: whether it has passed is judged at the end.
+    is_refused = is_passed and COMPILED_CODE not in trace.names
     allocator.trim()
     grown_bytes = process_bytes() - before_bytes if trace.device == "cpu" else 0
     if plan is None or is_refused:
@@ -150,11 +152,14 @@ def planned(
             first = msgspec.structs.replace(first, needed_bytes=max(last_bytes, peak_bytes))
             settings = msgspec.structs.replace(settings, first_step=first)
         trace = charged(trace, max(0, grown_bytes))
+        search = RecordingSearch(trace, settings)
         if is_metered and peak_bytes - before_bytes > _NOTED_BYTES:
-            settings = _rehearsed(trace, settings)
+            search = _rehearsed(search)
         if is_refused:
-            raise RecordingSearch(trace, settings).infeasible()
-        plan = make_plan(trace, settings)
+            raise search.infeasible()
+        if not is_other:
+            raise refused_by(search)
+        plan = make_plan(trace, search.settings)
     elif grown_bytes > plan.forecast.margin_bytes * _GROWTH_SHARE:
         trace = charged(trace, grown_bytes)
         plan = make_plan(trace, settings)
@@ -173,17 +178,17 @@ def planned(
     return trace, plan
 
 
-def _rehearsed(trace: Trace, settings: Settings) -> Settings:
+def _rehearsed(search: RecordingSearch) -> RecordingSearch:
     """Plans for the budget that is about to be told, as the run under it does: that may hold more than a refusal."""
-    first = settings.first_step
+    settings, first = search.settings, search.settings.first_step
     if first is None:
-        return settings
-    smallest_bytes = RecordingSearch(trace, settings).smallest_bytes()
+        return search
+    smallest_bytes = search.smallest_bytes()
     reset_process_peak()
     with suppress(InfeasibleError):
-        make_plan(trace, msgspec.structs.replace(settings, budget_bytes=smallest_bytes))
-    needed_bytes = max(first.needed_bytes, process_peak_bytes())
-    return msgspec.structs.replace(settings, first_step=msgspec.structs.replace(first, needed_bytes=needed_bytes))
+        found_by(search.under(msgspec.structs.replace(settings, budget_bytes=smallest_bytes)))
+    first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, process_peak_bytes()))
+    return search.under(msgspec.structs.replace(settings, first_step=first))
 
 
 def _warn_of_limit(trace: Trace, settings: Settings) -> None:

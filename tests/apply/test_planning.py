@@ -8,6 +8,8 @@ from torch import nn
 import memwall
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.errors import InfeasibleError
+from memwall.planning.one_recording.recording_search import RecordingSearch
+from memwall.planning.one_recording.search_at_location import SearchAtLocation
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.predict.first_step import FirstStep
@@ -71,6 +73,29 @@ def test_a_refusal_counts_what_planning_for_the_told_budget_holds(
     monkeypatch.setattr(planning, "process_peak_bytes", lambda: next(peaks))
     first = FirstStep(needed_bytes=150 * MIB, in_memory_bytes=0, stays_from_bytes=0)
     assert refused(trace, first) >= 790 * MIB
+
+
+def test_a_refusal_works_out_what_is_the_same_for_every_budget_once(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a refusal THEN the least that a step takes is worked out twice in each location: to look for a plan, and,
+    with what planning took, for the number, the plan under it and the message; the number is that of a new search."""
+    first = FirstStep(needed_bytes=150 * MIB, in_memory_bytes=0, stays_from_bytes=0)
+    searched: list[str] = []
+    smallest = SearchAtLocation.smallest_bytes
+
+    def counted(search: SearchAtLocation) -> int:
+        searched.append(repr(search._location))
+        return smallest(search)
+
+    monkeypatch.setattr(SearchAtLocation, "smallest_bytes", counted)
+    monkeypatch.setattr(planning, "_NOTED_BYTES", -1)
+    monkeypatch.setattr(planning, "process_bytes", lambda: 200 * MIB)
+    monkeypatch.setattr(planning, "process_peak_bytes", lambda: 210 * MIB)
+    told_bytes = refused(trace, first)
+    assert len(searched) == 2 * len(set(searched)) > 0
+    held = msgspec.structs.replace(first, needed_bytes=210 * MIB)
+    assert told_bytes == RecordingSearch(trace, Settings(budget_bytes=MIB, first_step=held)).smallest_bytes()
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

@@ -128,6 +128,9 @@ def budget_relative_to(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], 
             return make_plan(trace, msgspec.structs.replace(settings, budget_bytes=peaks[peak] - below))
 
         monkeypatch.setattr("memwall.session.first_plan.make_plan", relative)
+        monkeypatch.setattr(
+            "memwall.session.first_plan.found_by", lambda search: relative(search.trace, search.settings)
+        )
 
     return set_to
 

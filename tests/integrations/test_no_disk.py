@@ -10,8 +10,8 @@ import torch
 import memwall
 from memwall.cli.app import main
 from memwall.errors import UsageError
-from memwall.planning.search import make_plan
-from memwall.planning.settings import Settings
+from memwall.planning.one_recording.recording_search import RecordingSearch
+from memwall.planning.search import found_by
 
 pytestmark = pytest.mark.slow
 
@@ -23,11 +23,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Returns what is asked of each plan that is made."""
     found: list[bool] = []
 
-    def noted(trace: Any, settings: Settings) -> Any:
-        found.append(settings.no_disk)
-        return make_plan(trace, settings)
+    def noted(search: RecordingSearch) -> Any:
+        found.append(search.settings.no_disk)
+        return found_by(search)
 
-    monkeypatch.setattr("memwall.session.first_plan.make_plan", noted)
+    monkeypatch.setattr("memwall.session.first_plan.found_by", noted)
     return found
 
 

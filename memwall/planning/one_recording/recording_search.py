@@ -3,6 +3,7 @@
 For each location `search_at_location` finds the cheapest candidate whose forecast fits.
 """
 
+import copy
 import math
 from functools import cached_property
 
@@ -73,6 +74,15 @@ class RecordingSearch:
             and not technique.why_not(trace, settings.allow)
             for technique in techniques()
         )
+
+    def under(self, settings: Settings) -> "RecordingSearch":
+        """Returns the search under another budget, or where more was needed so far; what neither changes is kept."""
+        found = copy.copy(self)
+        found.settings, found._inputs, found._smallest_bytes = settings, self._inputs.under(settings), None
+        found._offers = OfferedLocations(found._inputs)
+        found.has_margin, found.fills, found.is_outline = True, False, False
+        vars(found).pop("others", None)
+        return found
 
     @property
     def can_fill(self) -> bool:
@@ -287,7 +297,7 @@ class RecordingSearch:
         for _ in range(_MOST_LARGER):
             budget_bytes = int(budget_bytes * _NEXT_BUDGET)
             settings = msgspec.structs.replace(self.settings, budget_bytes=budget_bytes)
-            search = RecordingSearch(self.trace, settings, process=self._process)
+            search = self.under(settings)
             search.fills = search.can_fill
             if search.best() is not None:
                 return max(budget_bytes, search.smallest_bytes())

@@ -1,5 +1,7 @@
 """The inputs that all candidates of a search share: the recorded step, the process model, and the disk."""
 
+import copy
+
 from memwall.planning.blocks import find_blocks
 from memwall.planning.location import Location
 from memwall.planning.settings import Settings
@@ -32,6 +34,12 @@ class SearchInputs:
             self.process.untreated(self.steady).fault_seconds,
             first_touch_seconds(self.steady, trace.names, trace.machine.fault_seconds_per_byte),
         )
+
+    def under(self, settings: Settings) -> "SearchInputs":
+        """Returns the inputs with other settings that change nothing of the step."""
+        found = copy.copy(self)
+        found.settings = settings
+        return found
 
     @property
     def capacity_bytes(self) -> int:

@@ -37,10 +37,20 @@ class StepEvents:
         self.num_slots += 1
         return self.num_slots - 1
 
+    def allocate_small(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Adds allocations of tensor headers or graph nodes and returns their slots."""
+        slots = tuple(range(self.num_slots, self.num_slots + len(sizes)))
+        calls = [ALLOCATE_SMALL] * (3 * len(sizes))
+        calls[1::3], calls[2::3] = slots, sizes
+        self.events.fromlist(calls)
+        self.num_slots += len(sizes)
+        return slots
+
     def free(self, slots: Sequence[int]) -> None:
         """Adds the frees of these slots."""
-        for slot in slots:
-            self.events.extend((FREE, slot, 0))
+        calls = [FREE, 0, 0] * len(slots)
+        calls[1::3] = slots
+        self.events.fromlist(calls)
 
 
 def events_of(step: Step, *, has_small_blocks: bool = True) -> StepEvents:
@@ -80,10 +90,9 @@ def events_of(step: Step, *, has_small_blocks: bool = True) -> StepEvents:
         for index in births[op]:
             nbytes = step.storages[index].nbytes
             data = out.allocate(ALLOCATE, nbytes)
-            headers = (out.allocate(ALLOCATE_SMALL, size) for size in _HEADER_BYTES[:num_headers])
-            blocks[index] = (nbytes, (data, *headers))
+            blocks[index] = (nbytes, (data, *out.allocate_small(_HEADER_BYTES[:num_headers])))
         if op in node_dies and births[op]:
-            nodes[node_dies[op]] += [out.allocate(ALLOCATE_SMALL, size) for size in _NODE_BYTES]
+            nodes[node_dies[op]] += out.allocate_small(_NODE_BYTES)
     out.after = list(blocks.values())
     return out
 
