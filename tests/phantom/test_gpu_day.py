@@ -11,7 +11,7 @@ from figures import untagged, without_unit
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=70)
 @pytest.mark.timeout(400)
 @pytest.mark.phantom(order="timed", numbers=False)
 def test_every_part_runs_and_says_that_it_is_simulated(tmp_path: Path) -> None:
