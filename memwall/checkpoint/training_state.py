@@ -87,6 +87,9 @@ def check_records(records: Iterable[TensorRecord], bucket_bytes: Sequence[int]) 
         end = record.offset + (0 if 0 in record.shape else span * dtype.itemsize)
         if not 0 <= record.bucket < len(bucket_bytes) or end > bucket_bytes[record.bucket]:
             raise ValueError(f"{record.name!r} ends at byte {end} of bucket {record.bucket}, which does not hold it")
+        like = torch.empty_strided(record.shape, record.stride, dtype=dtype, device="meta")
+        if 0 not in record.shape and not is_dense(like):
+            raise ValueError(f"{record.name!r} has elements that overlap or lie apart, by strides {record.stride}")
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from memwall.checkpoint.committed import Committed, Content
-from memwall.checkpoint.training_state import encode_objects
+from memwall.checkpoint.training_state import TensorRecord, check_records, encode_objects
 from memwall.errors import StoreError
 from memwall.session.next_budget import read_next_budget
 
@@ -41,6 +41,16 @@ def test_a_step_without_tensors_is_read() -> None:
 def test_one_whose_parts_are_something_else_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(StoreError, match="step 4 in DIR was committed by another version of memwall"):
         committed(WHOLE | changed)
+
+
+@pytest.mark.parametrize("stride", [(0, 1), (1, 1), (6, 2)])
+def test_a_tensor_whose_elements_do_not_lie_side_by_side_is_refused(stride: tuple[int, int]) -> None:
+    """GIVEN strides that no commit writes THEN they are refused before anything is copied over itself."""
+    place: dict[str, Any] = {"is_on_host": True, "bucket": 0, "offset": 0}
+    whole = TensorRecord(name="parameter/weight", dtype="float32", shape=(2, 3), stride=(1, 2), **place)
+    check_records([whole], [1024])
+    with pytest.raises(ValueError, match=r"'parameter/weight' has elements that overlap or lie apart, by strides"):
+        check_records([msgspec.structs.replace(whole, stride=stride)], [1024])
 
 
 @pytest.mark.parametrize("content", [b"\xff", b'{"budget_bytes": "1"}', b"[" * 100_000, b""])
