@@ -183,10 +183,10 @@ def _rehearsed(search: RecordingSearch) -> RecordingSearch:
     settings, first = search.settings, search.settings.first_step
     if first is None:
         return search
-    smallest_bytes = search.smallest_bytes()
+    told = msgspec.structs.replace(settings, budget_bytes=search.smallest_bytes())
     reset_process_peak()
     with suppress(InfeasibleError):
-        found_by(search.under(msgspec.structs.replace(settings, budget_bytes=smallest_bytes)))
+        found_by(RecordingSearch(search.trace, told))  # which knows nothing yet, as that run's: this takes memory
     first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, process_peak_bytes()))
     return search.under(msgspec.structs.replace(settings, first_step=first))
 

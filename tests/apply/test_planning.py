@@ -78,8 +78,8 @@ def test_a_refusal_counts_what_planning_for_the_told_budget_holds(
 def test_a_refusal_works_out_what_is_the_same_for_every_budget_once(
     trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GIVEN a refusal THEN the least that a step takes is worked out twice in each location: to look for a plan, and,
-    with what planning took, for the number, the plan under it and the message; the number is that of a new search."""
+    """GIVEN a refusal THEN the least that a step takes is worked out three times in each location: to look for a plan;
+    with what planning took, for the number and the message; and as the run under it does, whose memory that shows."""
     first = FirstStep(needed_bytes=150 * MIB, in_memory_bytes=0, stays_from_bytes=0)
     searched: list[str] = []
     smallest = SearchAtLocation.smallest_bytes
@@ -93,7 +93,7 @@ def test_a_refusal_works_out_what_is_the_same_for_every_budget_once(
     monkeypatch.setattr(planning, "process_bytes", lambda: 200 * MIB)
     monkeypatch.setattr(planning, "process_peak_bytes", lambda: 210 * MIB)
     told_bytes = refused(trace, first)
-    assert len(searched) == 2 * len(set(searched)) > 0
+    assert len(searched) == 3 * len(set(searched)) > 0
     held = msgspec.structs.replace(first, needed_bytes=210 * MIB)
     assert told_bytes == RecordingSearch(trace, Settings(budget_bytes=MIB, first_step=held)).smallest_bytes()
 
