@@ -126,8 +126,8 @@ def planned(
         num_to_come: models whose steps are to be recorded as well, each beside what the plannings before it have left.
 
     Raises:
-        InfeasibleError: nothing fits, or the first step did not, with which the next run begins again; a run under the
-            smallest budget that it names has room for planning as well.
+        InfeasibleError: nothing fits, or the first step or planning did not, with which the next run begins again; one
+            under the smallest budget that it names has room for both.
     """
     _warn_of_limit(trace, settings)
     first = settings.first_step
@@ -142,6 +142,7 @@ def planned(
     except InfeasibleError:
         plan, is_other = None, True
     peak_bytes = process_peak_bytes() if is_metered else 0
+    is_passed |= is_first and first is not None and peak_bytes > settings.budget_bytes  # by planning itself
     # One that is compiled as a whole saves less from its second step on: whether it has passed is judged at the end.
     is_refused = is_passed and COMPILED_CODE not in trace.names
     allocator.trim()

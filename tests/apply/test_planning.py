@@ -98,6 +98,20 @@ def test_a_refusal_works_out_what_is_the_same_for_every_budget_once(
     assert told_bytes == RecordingSearch(trace, Settings(budget_bytes=MIB, first_step=held)).smallest_bytes()
 
 
+def test_planning_that_passes_the_budget_is_refused_though_its_plan_would_fit(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a step of so many operations that planning takes more than the step THEN no run trains for nothing."""
+    monkeypatch.setattr(planning, "process_peak_bytes", lambda: 2100 * MIB)
+    first = FirstStep(needed_bytes=150 * MIB, in_memory_bytes=0, stays_from_bytes=0)
+    settings = Settings(budget_bytes=2000 * MIB, first_step=first)
+    assert make_plan(trace, settings).forecast.fits
+    with pytest.raises(InfeasibleError) as error:
+        planning.planned(trace, settings, AllocatorHandler())
+    assert error.value.smallest_feasible_bytes >= 2100 * MIB
+    planning.planned(trace, settings, AllocatorHandler(), is_first=False)
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_first_step_that_passed_the_budget_is_refused_though_later_ones_would_fit(
     is_compiled: bool, trace: Trace
