@@ -27,6 +27,7 @@ from memwall.session.parts_proof import PartsProof
 from memwall.session.ranks.agreement import Ranks
 from memwall.session.ranks.pipelines import Pipelines
 from memwall.session.ranks.receives import watch_receives
+from memwall.session.ranks.uneven_inputs import watch_joins
 from memwall.session.refusals import check_is_trainable_here, check_optimizer, check_parallel
 from memwall.session.step_borders import StepBorders
 from memwall.session.steps import State, Steps
@@ -229,6 +230,7 @@ class Session:
         if not self._watches_receives:
             self._watches_receives = True
             watch_receives(self._patches, lambda: self.ranks is not None)
+            watch_joins(self._patches, self._steps.inputs_end, lambda: self.ranks)
             self.pipelines.listen(self._patches)
 
     def watch_building(self) -> None:

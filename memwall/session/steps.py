@@ -20,7 +20,7 @@ from memwall.session.loop.smaller_forwards import SmallerForwards
 from memwall.session.loop.turns import FirstTurns
 from memwall.session.measurements import Measurements
 from memwall.session.ranks.joint_parts import JointParts
-from memwall.session.ranks.shared_plan import tell_of_failure
+from memwall.session.ranks.shared_plan import agreed_excess, tell_of_failure
 from memwall.session.recovery import Recovery
 from memwall.session.redo import Redo
 from memwall.session.refusals import check_not_captured
@@ -134,7 +134,7 @@ class Steps:
                 self._tell_others()
                 raise self.failure.without_frames()
             self.batch_begins()
-        if self.state != "running" or self.live.trace is None:
+        if self.state != "running" or self.live.trace is None or not self.live.ranks.have_inputs:
             return None
         if not self._is_joint_known and not self.borders.in_step:
             self._is_joint_known = True
@@ -192,6 +192,29 @@ class Steps:
             if self.state == "running" and self.live.ranks is None:
                 with self._ending_the_run():
                     self.recovery.plan_again()
+
+    def inputs_end(self, completed: bool) -> None:
+        """Hears that this rank has no more batches, though others may have: they go on by the plan that stands.
+
+        Args:
+            completed: whether the last step was; otherwise it has failed, as it does where all ranks are to end early.
+
+        Raises:
+            MemwallError: the first step was its last one, and there is no plan; or another rank has ended its run.
+        """
+        ranks = self.live.ranks
+        if ranks is None or self.failure is not None:
+            return
+        if not completed:
+            if self.borders.in_step:
+                self.borders.drop_step()
+                self.step_skipped()
+            return
+        with self._measured_anew():
+            self.end_step()
+        if self.state == "running":
+            with self._ending_the_run():
+                agreed_excess(ranks, 0, goes_on=False)
 
     def end_last_step(self) -> None:
         """Ends the last step, see `Session.end_last_step`."""

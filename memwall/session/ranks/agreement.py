@@ -31,12 +31,14 @@ class Ranks:
     Attributes:
         rank: this process's number among all.
         num_ranks: how many there are.
+        have_inputs: whether all of them take a further step, as far as is known; see `uneven_inputs`.
     """
 
     def __init__(self, store: Any, group: Any, *, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._store, self._group = store, group
         self._num_agreements = 0
+        self.have_inputs = True
 
     @classmethod
     def meet(cls) -> "Ranks | None":

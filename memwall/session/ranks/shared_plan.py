@@ -155,24 +155,32 @@ def save_together(ranks: Ranks, plan: Plan, path: Path) -> None:
         save_for_ranks(path, [decoded(msgspec.json.decode(each), Plan) for each in plans])
 
 
-def agreed_excess(ranks: Ranks, excess_bytes: int) -> int:
+def agreed_excess(ranks: Ranks, excess_bytes: int, *, goes_on: bool = True) -> int:
     """Returns by how much a step exceeded its forecast on the rank where it did so most; before each step.
+
+    Args:
+        goes_on: whether this rank has a batch for a further step. Once one has none they no longer agree, see
+            `uneven_inputs`: 0 is returned.
 
     Raises:
         RankError: a rank has ended its run.
     """
-    excess_bytes, number = ranks.largest((excess_bytes, 0))
+    if not ranks.have_inputs:
+        return 0
+    excess_bytes, number, ends = ranks.largest((excess_bytes, 0, not goes_on))
+    ranks.have_inputs = not ends
     if number:
         raise RankError(
             f"rank {number - 1} of {ranks.num_ranks} ended its run in the last step, and no rank can train on alone; "
             "its own message says why"
         )
-    return excess_bytes
+    return 0 if ends else excess_bytes
 
 
 def tell_of_failure(ranks: Ranks) -> None:
     """Tells the others, where they look at the last step's excess, that this rank does not go on."""
-    ranks.largest((0, ranks.rank + 1))
+    if ranks.have_inputs:
+        ranks.largest((0, ranks.rank + 1, 0))
 
 
 def _solved(trace: Trace, settings: Settings, solve: Solve) -> tuple[_Answer, MemwallError | None]:
