@@ -92,7 +92,7 @@ class PlanInEffect:
         self._bucket_hooks: tuple[RemovableHandle, ...] = ()
         self._room_bytes = 0
         self._sizes: set[int] = set()
-        """Elements of each weight, and of all of them joined."""
+        """Elements of each of the larger weights, and of all of them joined."""
         self._is_room_cheap = False
 
     @property
@@ -187,8 +187,9 @@ class PlanInEffect:
             parameters = [p for p in self._borders.attached_model.parameters() if p.device.type == "cpu"]
             # One that is on disk is shown in memory to whoever reads it.
             self._room_bytes = sum(local_part(p).nbytes * (_NUM_COPIES + is_streamed(p)) for p in parameters)
-            self._sizes = {p.numel() for p in parameters}
-            self._sizes.add(sum(p.numel() for p in parameters))
+            sizes = [p.numel() for p in parameters]
+            # Small ones need little room, and what a loop reads after each step, as its actions, may be as small.
+            self._sizes = {sum(sizes), *(size for size in sizes if 4 * size >= max(sizes))}
         seconds = plan.forecast.step_seconds
         fault_seconds = 0.0 if trace is None else self._room_bytes * trace.machine.heap_fault_seconds_per_byte
         self._is_room_cheap = trace is not None and bool(seconds) and fault_seconds <= _CHEAP_SHARE * (seconds or 0.0)
