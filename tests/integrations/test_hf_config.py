@@ -54,6 +54,7 @@ LLAMA = {
         ({"hidden_size": -32}, "'hidden_size' is -32; expected 1 to 4194304"),
         ({"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000; expected 1 to 2000"),
         ({"model_type": "swin", "depths": [2, [10**9]]}, "'depths' is 1000000002 in all; expected 1 to 2000"),
+        ({"depths": [3_000_000, -3_000_000, 2]}, "'depths' is -3000000; expected 1 to 2000"),
         ({"text_config": {"n_layers": 2001}}, "'n_layers' is 2001; expected 1 to 2000"),
         ({"vocab_size": 10**15}, "'vocab_size' is 1000000000000000; expected 1 to 67108864"),
     ],
@@ -67,6 +68,10 @@ def test_a_configuration_that_cannot_be_traced_is_one_clear_error(
         hugging_face_workload(folder)
     assert str(error.value) == f"{folder}/config.json: {message}"
     assert error.value.exit_status == 2
+
+
+def test_a_width_or_an_image_s_depth_is_no_number_of_layers(written: Any) -> None:
+    assert hugging_face_workload(written({**LLAMA, "max_depth": 10_000, "decoder_layers_dim": 4096})) is not None
 
 
 def test_an_unknown_model_type_is_answered_with_the_closest_ones(written: Any) -> None:

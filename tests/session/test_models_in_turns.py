@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from memwall.errors import InfeasibleError
+from memwall.planning.one_recording.recording_search import RecordingSearch
 from memwall.planning.planfile import Plan
-from memwall.planning.settings import Settings
 from memwall.session.live_plan import LivePlan
 from memwall.session.session import Session
 from memwall.trace.records import Trace
@@ -73,6 +73,30 @@ def test_each_is_recorded_once_and_its_plan_comes_back_with_its_turn(monkeypatch
     assert planned_for[-3:] == [first, second, third]
 
 
+def test_plans_of_turns_end_with_the_models_that_they_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN models with a plan each WHEN a further one joins them THEN all of them are recorded beside it."""
+    recorded: list[set[str]] = []
+    ended = LivePlan.end_recording
+
+    def noted(live: LivePlan) -> None:
+        ended(live)
+        recorded.append(called_in(live.trace))
+
+    models, optimizers = made()
+    session = Session(budget_bytes=64 << 30)
+    session.attach(TrainedTogether(models[:2]), optimizers[:2])
+    with monkeypatch.context() as patch, session:
+        patch.setattr(LivePlan, "end_recording", noted)
+        trained(models[:2], optimizers[:2])
+        before = len(recorded)
+        session.train_also(TrainedTogether(models))
+        session.add_optimizer(optimizers[2])
+        trained(models, optimizers)
+    names = ("Sequential", "Sequential#2", "Sequential#3")
+    assert {name for step in recorded[before:] for name in step} == set(names)
+    assert recorded[-3:] == [{names[2]}, {names[0]}, {names[1]}]
+
+
 def test_the_number_told_has_room_for_what_planning_the_turns_before_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN a planning that leaves 32 MiB in the process WHEN two more models are to be planned THEN so often more."""
     models, optimizers = made()
@@ -81,13 +105,13 @@ def test_the_number_told_has_room_for_what_planning_the_turns_before_leaves(monk
     needed_bytes: list[int] = []
     left: list[Tensor] = []
 
-    def refused(trace: Trace, settings: Settings) -> Plan:
+    def refused(search: RecordingSearch) -> Plan:
         left[:] = left or [torch.ones(32 * MIB // 4)]
-        assert settings.first_step is not None
-        needed_bytes.append(settings.first_step.needed_bytes)
+        assert search.settings.first_step is not None
+        needed_bytes.append(search.settings.first_step.needed_bytes)
         raise InfeasibleError("nothing fits", budget_bytes=MIB, smallest_feasible_bytes=2 * MIB)
 
-    monkeypatch.setattr("memwall.session.first_plan.make_plan", refused)
+    monkeypatch.setattr("memwall.session.first_plan.found_by", refused)
     with pytest.raises(InfeasibleError) as error, session:
         trained(models, optimizers)
     assert error.value.smallest_feasible_bytes > needed_bytes[0] + 2 * 32 * MIB

@@ -62,5 +62,5 @@ def test_a_refusal_after_more_models_says_what_each_further_one_takes() -> None:
             session._live.lower_budget(1)
             train(second, optimizers[1])
 
-    with pytest.raises(InfeasibleError, match=r"every further one takes some 4\.1 MiB more"):
+    with pytest.raises(InfeasibleError, match=r"the last one takes some 4\.1 MiB more"):
         train_both()

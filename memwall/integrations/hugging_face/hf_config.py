@@ -37,9 +37,9 @@ _SIZES = {
     "num_channels": 1 << 12,
 }
 
-# Names of numbers of layers, and of lists of them: one for each stage of a network.
-_LAYERS = re.compile(r"layers|depth")
-_PER_STAGE = re.compile(r"depths|layers_per_block")
+# Names of numbers of layers, and of lists of them: one for each stage of a network. A largest depth is of images.
+_LAYERS = re.compile(r"(?:^|(?<!max)_)(?:layers?|depths?)$|layers_per_block$")
+_PER_STAGE = re.compile(r"depths$|layers_per_block$")
 
 # Owner and name, or of the first models the name alone; see `validate_repo_id` of huggingface_hub.
 _HUB_NAME = r"\w[\w.-]*/\w[\w.-]*|\w[\w-]*"
@@ -187,10 +187,11 @@ def check_num_layers(path: Path, data: dict[str, Any]) -> None:
         if not _LAYERS.search(name):
             continue
         numbers = list(_whole_numbers(value))
-        most = sum(numbers) if _PER_STAGE.search(name) else max(numbers, default=0)
-        if most > _MOST_LAYERS:
-            in_all = " in all" if isinstance(value, list) else ""
-            raise UsageError(f"{path}: '{name}' is {most}{in_all}; expected 1 to {_MOST_LAYERS}")
+        least, most = min(numbers, default=0), sum(numbers) if _PER_STAGE.search(name) else max(numbers, default=0)
+        if least < 0 or most > _MOST_LAYERS:
+            in_all = " in all" if isinstance(value, list) and least >= 0 else ""
+            found = least if least < 0 else most
+            raise UsageError(f"{path}: '{name}' is {found}{in_all}; expected 1 to {_MOST_LAYERS}")
 
 
 def _whole_numbers(value: object) -> Iterator[int]:

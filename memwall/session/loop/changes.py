@@ -112,10 +112,13 @@ class LoopChanges:
         last = models_of(self._borders.attached_model)[-1]
         kept_bytes = _standing_bytes(last, self._borders.optimizers)
         self._borders.attach_instead(model)
+        self._turns.clear()  # an account of these models alone, by ids that others may get once they are gone
+        self._called = frozenset()
         self.is_outgrown = True
         self.why = (
-            "more models are trained, or other ones; if the script keeps each that it has trained, every further one "
-            f"takes some {format_bytes(kept_bytes, rounding='up')} more, with its gradients and its optimizer's state"
+            "more models are trained, or other ones; if the script keeps each that it has trained, the last one takes "
+            f"some {format_bytes(kept_bytes, rounding='up')} more, with its gradients and its optimizer's state, and "
+            "so may those that follow"
         )
 
     def recording_begins(self) -> None:
