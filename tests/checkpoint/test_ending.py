@@ -73,7 +73,7 @@ def started(
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "import atexit, ctypes, sys, memwall.checkpoint.ending as ending; from memwall.cli.app import main; "
         f"ending._PATIENCE_SECONDS, ending._LAST_SECONDS = {patience_seconds}, 0.2; "
-        f"ending._MOST_SECONDS = {most_seconds}; "
+        f"ending._MOST_SECONDS, ending._LEAST_SECONDS = {most_seconds}, 0.05; "
         f"sys.argv = {['memwall', *words, str(step_seconds)]}; {before}{after}"
     )
     return warm_python().start("-c", source)

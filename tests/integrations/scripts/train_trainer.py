@@ -18,7 +18,7 @@ def main() -> None:
     args = TrainingArguments(
         output_dir="unused",
         per_device_train_batch_size=16,
-        max_steps=2,
+        max_steps=3,
         eval_strategy="steps",
         eval_steps=1,
         save_strategy="no",
