@@ -27,10 +27,10 @@ PIPELINE = (
 )
 _RECEIVING = ("recv", "recv_object_list")
 """Functions of torch.distributed that return once the other rank has sent."""
-_MEETING = ("barrier", "all_reduce", "all_gather_object")
-"""Functions of torch.distributed that return on all ranks of a group at once, when all have come.
+_MEETING = ("barrier", "all_reduce")
+"""Functions of torch.distributed that return when all ranks of a group have come.
 
-Of a broadcast the one that sends may be done long before the last has received.
+Those do not return at once: a rank may be stopped, or its network slow, when the others train already.
 """
 _REFUSED = "memwall/refused"
 _NOTHING = b"-"
@@ -44,7 +44,10 @@ class Wait(NamedTuple):
     call: str
     """The function's name."""
     needed: tuple[int, ...]
-    """The ranks without which it does not return, but the rank itself; none where any rank may send."""
+    """The ranks without which it does not return, but the rank itself; none where any rank may send.
+
+    Of a call that all ranks of a group make, those that have not made it.
+    """
 
     def may_end(self, missing: Sequence[int], own: int) -> bool:
         """Returns whether it can return while all ranks but those that are missing wait for this one to train."""
@@ -59,14 +62,21 @@ def watch_receives(patches: Patches, has_met: Callable[[], bool]) -> None:
     Args:
         has_met: whether ranks have met: from then on nobody waits for this one.
     """
-    for name in (*_RECEIVING, *_MEETING) if distributed.is_available() else ():
+    if not distributed.is_available():
+        return
+    # Calls that all ranks of a group make are known apart by their count, which begins with the group.
+    for name in (*_RECEIVING, *(() if distributed.is_initialized() else _MEETING)):
         patches.wrap(distributed, name, partial(_waits, name, has_met))
 
 
 def waits_of(store: Any, ranks: Sequence[int]) -> dict[int, Wait]:
-    """Returns those of some ranks that are in a function that waits for other ranks, and by which call."""
+    """Returns those of some ranks that are in a function that waits for other ranks, and by which call.
+
+    One that all others have made is left out: it returns, however late.
+    """
     written = {rank: store.get(_key(rank)) for rank in ranks if store.check([_key(rank)])}
-    return {rank: _read(text) for rank, text in written.items() if text != _NOTHING}
+    waits = {rank: _read(store, text) for rank, text in written.items() if text != _NOTHING}
+    return {rank: wait for rank, wait in waits.items() if wait.needed or wait.call in _RECEIVING}
 
 
 def refuse_waiting(store: Any, waits: dict[int, Wait]) -> RankError:
@@ -91,17 +101,30 @@ def _waits(name: str, has_met: Callable[[], bool], original: Callable[..., Any],
     if has_met() or num_processes() == 1:
         return original(*args, **kwargs)
     store, own = store_of_all(), distributed.get_rank()
-    needed = _source(*args, **kwargs) if name in _RECEIVING else _members(*args, *kwargs.values())
+    key, made, turn = _key(own), "", 0
+    if name in _RECEIVING:
+        needed = _source(*args, **kwargs)
+    else:
+        given = dict(zip(("group",) if name == "barrier" else ("tensor", "op", "group"), args, strict=False)) | kwargs
+        group = given.get("group") or distributed.group.WORLD
+        if not isinstance(group, distributed.ProcessGroup):  # this rank is not in it
+            return original(*args, **kwargs)
+        needed, made = distributed.get_process_group_ranks(group), group.group_name
+        turn = store.add(_made(own, made), 0) + 1
     others = ",".join(str(rank) for rank in needed if rank != own)
-    key = _key(own)
-    store.set(key, f"{store.add(f'{key}/calls', 1)} {name} {others}")
+    store.set(key, f"{store.add(f'{key}/calls', 1)} {name} {others} {turn} {made}")
     try:
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
     except RuntimeError as error:
         refused = _refused(store)
         if refused is not None:
             raise refused from error
         raise
+    else:
+        if turn:
+            with suppress(RuntimeError):
+                store.add(_made(own, made), 1)
+        return result
     finally:
         with suppress(RuntimeError):  # the store was with the rank that has ended
             store.set(key, _NOTHING)
@@ -116,15 +139,14 @@ def _source(*args: Any, **options: Any) -> Sequence[int]:
     return [] if given.get("src") is None else [int(given["src"])]
 
 
-def _members(*given: Any) -> Sequence[int]:
-    """Returns the ranks of the group among the arguments of a function; all ranks where there is none."""
-    group = next((each for each in given if isinstance(each, distributed.ProcessGroup)), None)
-    return distributed.get_process_group_ranks(group)
+def _read(store: Any, text: bytes) -> Wait:
+    number, call, needed, turn, made = text.decode().split(" ", 4)
+    ranks = map(int, filter(None, needed.split(",")))
+    return Wait(int(number), call, tuple(rank for rank in ranks if not _has_made(store, rank, made, int(turn))))
 
 
-def _read(text: bytes) -> Wait:
-    number, call, needed = text.decode().split(" ")
-    return Wait(int(number), call, tuple(map(int, filter(None, needed.split(",")))))
+def _has_made(store: Any, rank: int, group: str, turn: int) -> bool:
+    return turn > 0 and store.add(_made(rank, group), 0) >= turn
 
 
 def _refused(store: Any) -> RankError | None:
@@ -136,3 +158,8 @@ def _refused(store: Any) -> RankError | None:
 
 def _key(rank: int) -> str:
     return f"memwall/receives/{rank}"
+
+
+def _made(rank: int, group: str) -> str:
+    """Returns where it is counted how many calls a rank has made that all ranks of a group make."""
+    return f"memwall/made/{rank}/{group}"

@@ -1,13 +1,14 @@
 """Ranks that wait for each other, and tensor parallelism, are refused on all in seconds, whatever the time-out is."""
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_runs import started_ranks
+from rank_runs import run_ranks, started_ranks
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -46,6 +47,29 @@ if distributed.get_rank() == 0:
 distributed.barrier()
 """
 
+LATE = """
+import os, sys, time
+from torch import distributed
+barrier, all_gather_object = distributed.barrier, distributed.all_gather_object
+def returns_late(run, *args):
+    run(*args)
+    time.sleep(4 * int(os.environ["RANK"]))
+distributed.barrier = lambda: returns_late(barrier)
+distributed.all_gather_object = lambda *args: returns_late(all_gather_object, *args)
+"""
+
+TOGETHER = """
+import torch
+from torch import distributed, nn
+distributed.init_process_group("gloo")
+distributed.CALL
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
 # Who is only late is waited for by the rank that knows of the other.
 IMPATIENT = """
 import sys
@@ -80,6 +104,13 @@ def test_ranks_that_wait_for_each_other_are_refused_by_all(script: str, words: t
     assert 0 not in statuses
     said = "".join(rank.said for rank in ranks)
     assert all(each in said for each in words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["barrier()", "all_gather_object([None, None], 'said')"])
+def test_a_rank_that_returns_late_from_what_all_have_called_is_waited_for(call: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TOGETHER.replace("CALL", call))
+    run_ranks(2, "-c", LATE + IMPATIENT, "run", "--budget", "4GiB", "script.py", folder=tmp_path, timeout_s=60)
 
 
 def waiting(*found: dict[int, Wait]) -> tuple[list[int], dict[int, Wait]]:
@@ -131,6 +162,30 @@ def test_each_call_is_told_apart_and_taken_back(monkeypatch: pytest.MonkeyPatch)
     assert [look[1].needed for look in seen] == [(0,), (2,), ()]
     assert len({look[1].number for look in seen}) == 3
     assert waits_of(store, [0, 1]) == {}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_call_that_the_others_have_made_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN two ranks at a barrier WHEN one of them has returned THEN it does not hold the other one for stuck."""
+    store = distributed.HashStore()
+    monkeypatch.setattr(receives, "num_processes", lambda: 2)
+    monkeypatch.setattr(distributed, "get_process_group_ranks", lambda _: [0, 1])
+    monkeypatch.setattr(receives, "store_of_all", lambda: store)
+    seen = []
+
+    def barrier(rank: int, do: Callable[[], object] = bool) -> None:
+        monkeypatch.setattr(distributed, "get_rank", lambda: rank)
+        receives._waits("barrier", lambda: False, lambda: do())
+
+    def look() -> None:
+        seen.append(waits_of(store, [1]))
+
+    barrier(1, look)
+    barrier(0)
+    barrier(0)
+    barrier(1, look)
+    barrier(1, look)
+    assert [{rank: wait.needed for rank, wait in each.items()} for each in seen] == [{1: (0,)}, {}, {1: (0,)}]
 
 
 @pytest.mark.usefixtures("one_rank")
