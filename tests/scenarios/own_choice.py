@@ -7,6 +7,7 @@ again before it is applied.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 from msgspec.structs import replace
@@ -57,7 +58,7 @@ def planner_choosing(share: float) -> Iterator[None]:
             plan = make_plan(large, replace(settings, budget_bytes=error.smallest_feasible_bytes))
         return replace(plan, forecast=replace(plan.forecast, actions=tuple(map(_shrunk, plan.actions))))
 
-    def first(trace: Trace, settings: Settings, allocator: AllocatorHandler, *, is_first: bool) -> tuple[Trace, Plan]:
+    def first(trace: Trace, settings: Settings, allocator: AllocatorHandler, **_: Any) -> tuple[Trace, Plan]:
         return trace, choose(trace, settings)
 
     with patch("memwall.session.live_plan.planned", first), patch("memwall.session.live_plan.make_plan", choose):

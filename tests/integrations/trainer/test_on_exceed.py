@@ -38,7 +38,7 @@ def test_a_rank_that_passes_its_budget_ends_training_on_all(
 
     def largest(values: tuple[int, ...]) -> tuple[int, ...]:
         said.append(values)
-        return (most_excess, 0)
+        return (most_excess, 0, 0)
 
     callback = MemwallCallback(budget=2 * MIB, on_exceed="stop")
     callback.session = SimpleNamespace(
@@ -46,11 +46,11 @@ def test_a_rank_that_passes_its_budget_ends_training_on_all(
         state="running",
         measured=SimpleNamespace(has_plan=True, overall_peak_bytes=MIB),
         budget_bytes=2 * MIB,
-        ranks=SimpleNamespace(largest=largest),
+        ranks=SimpleNamespace(largest=largest, have_inputs=True),
     )
     control = SimpleNamespace(should_training_stop=False)
     callback.on_step_end(None, SimpleNamespace(global_step=7), control)
-    assert said == [(-MIB, 0)]
+    assert said == [(-MIB, 0, False)]
     assert control.should_training_stop == ends
     assert ("another rank held 1.0 MiB more than its budget" in capsys.readouterr().err) == ends
 
