@@ -20,6 +20,11 @@ class StateHandler(Handler[S]):
     is_away: ClassVar[bool] = False
     """Whether the state is out of memory between steps, and stepped a few parameters at a time."""
 
+    _is_known = False
+    """Whether the plan knows what takes this back."""
+    _waits: bool | None = None
+    """Whether a step that has begun is to end before the state leaves; None where none ever was."""
+
     @property
     def kept(self) -> str:
         """Returns where or how the state is kept, in words."""
@@ -48,7 +53,9 @@ class StateHandler(Handler[S]):
                 "training, or give a budget in place of a plan"
             )
         if target.optimizers:
-            target.on_undo(target.keeper.bring_back, is_state=True)
+            if not self._is_known:  # else it is one that takes the place of another
+                self._is_known = True
+                target.on_undo(target.keeper.bring_back, is_state=True)
             if target.is_stepping and not target.keeper.is_away:
                 self._place_after_step(target)
             else:
@@ -59,15 +66,15 @@ class StateHandler(Handler[S]):
 
         In a hook of every optimizer, which run last: an optimizer that is going through its own gets no further one.
         """
-        own, waits = target.optimizers[0], True
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            nonlocal waits
-            if optimizer is own and waits:
-                waits = False
+            if self._waits and optimizer in target.optimizers:
+                self._waits = False
                 self.place(target)
 
-        target.on_undo(register_optimizer_step_post_hook(after_step).remove)
+        if self._waits is None:
+            target.on_undo(register_optimizer_step_post_hook(after_step).remove)
+        self._waits = True
 
     def set_proving(self, target: Target, *, is_proving: bool) -> None:
         target.keeper.set_proving(is_proving)

@@ -278,6 +278,29 @@ def test_an_optimizer_that_takes_the_place_of_one_whose_state_is_on_disk_trains_
     assert session.measured.num_steps == len(turns)
 
 
+def on_disk(**limits: int) -> tuple[nn.Module, Session]:
+    model, _ = made()
+    plan = plan_of(model, OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=KIB))
+    session = Session(plan=plan, **limits)  # type: ignore[arg-type]
+    session.attach(model, None)
+    return model, session
+
+
+@pytest.mark.slow
+def test_optimizers_that_take_turns_are_undone_once() -> None:
+    model, session = on_disk()
+    first, second = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
+    undos = []
+    with session, shown_at_first_step(session):
+        for step in range(8):
+            model(torch.ones(5, 32), step).square().mean().backward()
+            (first, second)[step % 2].step()
+            applied = session._live.in_effect.applied
+            assert applied is not None
+            undos.append(len(applied._undo))
+    assert undos == undos[:1] * 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_known", [True, False], ids=["fit", "run"])
 def test_a_first_step_without_room_keeps_state_in_memory_and_has_parameters_back(
