@@ -129,7 +129,8 @@ class Target:
         capacity_bytes = self.disk_capacity_bytes if tier == "disk" else self.host_limit_bytes
         if capacity_bytes is None:
             return None
-        return capacity_bytes - sum(handler.held_bytes(tier) for handler in self.handlers)
+        held_bytes = sum(handler.held_bytes(tier) for handler in self.handlers)
+        return capacity_bytes - held_bytes - self.keeper.resting_bytes(tier)
 
     def is_set_by_loop(self, handler: "Handler[Any]") -> bool:
         """Returns whether the training loop carries this action out itself."""

@@ -207,28 +207,26 @@ class PlanInEffect:
             format_bytes(plan.forecast.peak.process_bytes),
         )
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Says that an optimizer steps the model, before its first step; what waited for that is applied.
 
-        Returns:
-            Whether it takes the place of those before it, whose state stays on disk: it trains all that they did.
+        It takes the place of one whose state is on disk, and stays there, where it trains all that that one did.
 
         Raises:
             MemwallError: the plan cannot be applied to it.
         """
-        is_replacing = self.keeper.is_away
-        if is_replacing:
+        if self.keeper.is_away:
             if self.applied is None or not self.applied.can_replace(optimizer):
                 raise ApplyError(
                     f"{type(optimizer).__name__} begins to step the model while another optimizer's state is on disk, "
                     "and of several it stays in memory; have every optimizer step in the first step, hand all of them "
                     "to memwall.fit(model, [first, second], budget=...), or give a larger budget"
                 )
+            self.applied.optimizers = ()  # nobody here holds the one before, which a script may have dropped
+            self._borders.replace_optimizers(optimizer)
             self.keeper.turn_to(optimizer)
-            self.applied.optimizers = ()
         if self.applied is not None:
             self.applied.add_optimizer(optimizer)
-        return is_replacing
 
     def take_back(self, *, keeps_state: bool = False) -> None:
         """Leaves the model as it was before.

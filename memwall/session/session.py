@@ -208,14 +208,16 @@ class Session:
         """Says that an optimizer steps the model, once it shows itself: before its first step.
 
         Raises:
-            ApplyError: another one's state is on disk, where there can be one optimizer's alone.
+            ApplyError: another one's state is on disk, and this one cannot take its place: it does not train all that
+                the other one does, the plan has gradients freed in the backward, or steps are committed.
+            StoreError: beside state of optimizers that it replaces, and that the script holds, there is no room for its
+                own.
             UsageError: it is one of DeepSpeed's.
         """
         check_optimizer(optimizer)
         if optimizer not in self._borders.optimizers:
             self._borders.add_optimizer(optimizer)
-            if self._live.in_effect.add_optimizer(optimizer):
-                self._borders.replace_optimizers(optimizer)
+            self._live.in_effect.add_optimizer(optimizer)
 
     @property
     def has_missed_steps(self) -> bool:

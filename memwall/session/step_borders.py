@@ -74,8 +74,8 @@ class StepBorders:
         self.model: nn.Module | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._hooked = weakref.WeakSet[torch.optim.Optimizer]()
-        self.stepped: list[torch.optim.Optimizer] = []
-        """Optimizers that have stepped so far, in the order of their first steps."""
+        self.stepped: list[weakref.ref[torch.optim.Optimizer]] = []
+        """Refers to optimizers that have stepped so far, in the order of their first steps; some may be gone."""
         self.phase: Phase = "between steps"
         """The part that runs now, or ran last: an evaluation, say, lasts until the next step or saving begins. In a
         step whose optimizers have not stepped it is "forward": a backward tells nobody that it begins."""
@@ -163,7 +163,7 @@ class StepBorders:
         turns = self._turns
         self.attach(model, [optimizer for optimizer in optimizers if trains(optimizer, model)])
         self._turns.take_over(turns)
-        if self.stepped and not set(self.stepped) & set(self.optimizers):
+        if self.stepped and not {one() for one in self.stepped} & set(self.optimizers):
             self.stepped.clear()  # those of models that are gone
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -178,21 +178,20 @@ class StepBorders:
 
     def replace_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
         """Forgets the others: this one steps in their place. The step is another one where it is of another class."""
-        others = [one for one in self.optimizers if one is not optimizer]
+        classes = [type(one) for one in self.optimizers if one is not optimizer]
         self.optimizers = (optimizer,)
-        if [type(one) for one in others] == [type(optimizer)]:
-            self.stepped[:] = [optimizer]
+        if classes == [type(optimizer)]:
+            self.stepped = [weakref.ref(optimizer)]
 
     def let_go_optimizers(self) -> None:
         """Forgets those that nobody else holds, as of a stage of the script that is over: their state goes with them.
 
         To be called when no step goes on and no plan is in effect.
         """
-        known, stepped = [*map(weakref.ref, self.optimizers)], [*map(weakref.ref, self.stepped)]
+        known = [*map(weakref.ref, self.optimizers)]
         self.optimizers = ()
-        self.stepped.clear()
         self.optimizers = tuple(optimizer for one in known if (optimizer := one()) is not None)
-        self.stepped += [optimizer for one in stepped if (optimizer := one()) is not None]
+        self.stepped = [one for one in self.stepped if one() is not None]
 
     def watch_optimizers(self) -> None:
         """Has the listener told before an optimizer steps, after every other hook of it, and of numpy's arrays."""
@@ -386,8 +385,8 @@ class StepBorders:
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.in_optimizer = False
         self.num_optimizer_steps = (self.num_optimizer_steps or 0) + 1
-        if optimizer not in self.stepped:
-            self.stepped.append(optimizer)
+        if weakref.ref(optimizer) not in self.stepped:
+            self.stepped.append(weakref.ref(optimizer))
         if self.in_step or self.goes_on:
             self._turns.stepped(optimizer)
             is_first, self._has_stepped, self._forwards_by_hand = not self._has_stepped, True, 0

@@ -418,7 +418,8 @@ class Steps:
         """Tells whether a plan would be of some of the models alone, as of a critic before its generator's turn."""
         if self.live.plans_alone or self.live.ranks is not None or self.borders.is_stepped_by_hand:
             return False
-        is_whole = self._first_turns.are_whole(models_of(self.borders.attached_model), self.borders.stepped)
+        stepped = [optimizer for one in self.borders.stepped if (optimizer := one()) is not None]
+        is_whole = self._first_turns.are_whole(models_of(self.borders.attached_model), stepped)
         if not is_whole:
             self.borders.await_all()
         return not is_whole

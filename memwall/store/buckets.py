@@ -133,8 +133,7 @@ class Bucket(ABC, Generic[M]):
 
     def _write_each(self, tensors: Sequence[tuple[Tensor, int]], num_bytes: int, passing: BucketBuffer | None) -> M:
         """Begins to write tensors that lie anywhere, each to its offset among so many bytes."""
-        is_large_enough = passing is not None and passing.num_bytes >= num_bytes
-        source = passing if passing is not None and is_large_enough else self.passing_buffer(num_bytes)
+        source = passing if passing and passing.num_bytes >= num_bytes else self.passing_buffer(num_bytes)
         for tensor, offset in tensors:
             source.tensor(offset, tensor).copy_(tensor)
         return self._write_from(source, num_bytes)
@@ -357,6 +356,10 @@ class DiskSpace:
     def bytes_read(self) -> int:
         """Counts the bytes that have come back so far."""
         return self._pool.bytes_read
+
+    def taken_bytes(self, tier: str) -> int:
+        """Counts what is taken of a tier."""
+        return self._pool.scratch.reserved_bytes if tier == "disk" else 0
 
     def reserve(self, num_bytes: int) -> None:
         """Takes disk space ahead.

@@ -1,5 +1,7 @@
 """Several optimizers step one model, as Muon its matrices and AdamW the rest: one step, one forecast, the same bits."""
 
+import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
-from memwall.errors import ApplyError, InfeasibleError, UsageError
+from memwall.errors import ApplyError, InfeasibleError, StoreError, UsageError
 from memwall.machine.meter import process_bytes
 from memwall.planning.planfile import Plan
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
@@ -152,7 +154,7 @@ def test_a_step_goes_on_until_the_forward_after_the_last_optimizer(followed: Fol
             optimizer.zero_grad()
             assert not borders.in_step
     assert heard.calls == ["before_forward", "step_begins", FIRST, FURTHER] * 2
-    assert borders.stepped == list(optimizers[::order])
+    assert [one() for one in borders.stepped] == list(optimizers[::order])
 
 
 def test_what_steps_after_an_evaluation_belongs_to_no_step(followed: Followed) -> None:
@@ -278,12 +280,61 @@ def test_an_optimizer_that_takes_the_place_of_one_whose_state_is_on_disk_trains_
     assert session.measured.num_steps == len(turns)
 
 
+def in_epochs(
+    session: Session, model: nn.Module, classes: Sequence[type[torch.optim.Optimizer]], *, holds: list[object] | None
+) -> Iterator[torch.optim.Optimizer]:
+    """Trains with a new optimizer in every second step, yields each after its steps, and drops it or holds it."""
+    with session, shown_at_first_step(session):
+        for each in classes:
+            optimizer = each(model.parameters(), lr=1e-3)  # type: ignore[call-arg]
+            for step in range(2):
+                model(torch.ones(5, 32), step).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if holds is not None:
+                holds.append(optimizer)
+            yield optimizer
+            del optimizer
+
+
 def on_disk(**limits: int) -> tuple[nn.Module, Session]:
     model, _ = made()
     plan = plan_of(model, OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=KIB))
     session = Session(plan=plan, **limits)  # type: ignore[arg-type]
     session.attach(model, None)
     return model, session
+
+
+def open_scratch_bytes() -> list[int]:
+    """The size of each file without a name that this process has open."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [link.stat().st_size for link in links if "(deleted)" in os.readlink(link)]
+
+
+@pytest.mark.parametrize("others", [torch.optim.AdamW, torch.optim.NAdam], ids=["of one class", "of two"])
+def test_an_optimizer_that_was_replaced_and_dropped_is_gone_with_its_file(others: type[torch.optim.Optimizer]) -> None:
+    """GIVEN a disk with room for one and a half WHEN each epoch has a new optimizer THEN the ones before are gone."""
+    model, session = on_disk(disk_capacity_bytes=240 * KIB)
+    before, made_so_far, sizes, undos = len(open_scratch_bytes()), [], [], []
+    for optimizer in in_epochs(session, model, [torch.optim.AdamW, others] * 3, holds=None):
+        made_so_far.append(weakref.ref(optimizer))
+        del optimizer
+        applied = session._live.in_effect.applied
+        assert applied is not None
+        sizes.append(len(open_scratch_bytes()) - before)
+        undos.append(len(applied._undo))
+        assert [one() is not None for one in made_so_far] == [False] * (len(made_so_far) - 1) + [True]
+    assert sizes == [1] * 6
+    assert undos == undos[:1] * 6
+    assert session.measured.num_steps == 12
+
+
+def test_optimizers_that_were_replaced_and_are_held_share_the_limit_of_the_disk() -> None:
+    model, session = on_disk(disk_capacity_bytes=240 * KIB)
+    held: list[object] = []
+    with pytest.raises(StoreError, match="optimizers that this one has replaced and the script still holds"):
+        list(in_epochs(session, model, [torch.optim.AdamW] * 3, holds=held))
+    assert len(held) == 1
 
 
 @pytest.mark.slow

@@ -186,6 +186,19 @@ class OptimizerState:
                 waiting.remove(whole)
         self._space.trim()
 
+    def rest(self, holder: object) -> None:
+        """Gives up host memory that it passes through: others step instead.
+
+        Args:
+            holder: lasts as long as this, and so as the optimizer.
+        """
+        self._holder = holder
+        self._space.trim()
+
+    def taken_bytes(self, tier: str) -> int:
+        """Counts what is taken of a tier, the disk or the host's memory below a device."""
+        return self._space.taken_bytes(tier)
+
     def keeps_low_bits(self, _: Tensor) -> bool:
         """Returns False: none is in 8 bits."""
         return False

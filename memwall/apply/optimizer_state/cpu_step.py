@@ -113,14 +113,24 @@ class CpuStep:
         """Counts the state that is in host memory."""
         return sum(value.nbytes for _, _, value in self._state() if value.ndim > 0)
 
+    def rest(self, holder: object) -> None:
+        """Unpins what parameters pass through: others step instead.
+
+        Args:
+            holder: lasts as long as this, and so as the optimizer.
+        """
+        self._holder = holder
+        self._unpin()
+
+    def taken_bytes(self, tier: str) -> int:
+        """Counts what is taken of a tier: of the host's memory."""
+        return self.away_bytes + self._arena.pinned_bytes if tier == "host" else 0
+
     @torch.no_grad()
     def undo(self) -> None:
         """Brings the state to the device, as far as that has room, and takes the hooks away."""
         self._taken.give_back()
-        self._outward.synchronize()
-        self._inward.synchronize()
-        self._stages = []
-        self._arena.close()
+        self._unpin()
         fused = {p for group in self.optimizer.param_groups if group.get("fused") for p in group["params"]}
         try:
             for parameter, key, value in self._state():
@@ -233,12 +243,15 @@ class CpuStep:
         num_bytes = max(num_bytes, _ALIGNMENT_BYTES)  # parameters may be empty, all of them
         if num_bytes <= self._stage_bytes:
             return
+        self._unpin()
+        self._stages = [_Stage(self._arena.allocate(num_bytes).memory) for _ in range(NUM_STAGES)]
+        self._stage_bytes = num_bytes
+
+    def _unpin(self) -> None:
         self._outward.synchronize()
         self._inward.synchronize()
         self._stages, self._stage_bytes = [], 0
         self._arena.close()
-        self._stages = [_Stage(self._arena.allocate(num_bytes).memory) for _ in range(NUM_STAGES)]
-        self._stage_bytes = num_bytes
 
     @torch.no_grad()
     def _to_host(self) -> None:

@@ -11,6 +11,8 @@ the compute stream wait for it. So what a ring of buffers does in program order,
 `record_stream` is not used: it delays reuse without a bound.
 """
 
+import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,11 +55,18 @@ class PinnedSpace:
         self._outward = torch.cuda.Stream(device)
         self._inward = torch.cuda.Stream(device)
         self.bytes_written = self.bytes_read = 0
+        # Of state whose optimizer is dropped nobody closes this; the arena alone would leave its maps registered.
+        streams = (self._outward, self._inward)
+        weakref.finalize(self, _unpin_forgotten, self._arena, streams, os.getpid()).atexit = False
 
     @property
     def pinned_bytes(self) -> int:
         """Counts the bytes that are pinned now, free slots included."""
         return self._arena.pinned_bytes
+
+    def taken_bytes(self, tier: str) -> int:
+        """Counts what is taken of a tier."""
+        return self.pinned_bytes if tier == "host" else 0
 
     def set_limit(self, limit_bytes: int) -> None:
         """Sets the most to pin."""
@@ -194,6 +203,14 @@ class PinnedBucket(Bucket[StreamCopy]):
         if self._slot is not None:
             self._space.free(self._slot)
             self._slot = None
+
+
+def _unpin_forgotten(arena: PinnedArena, streams: Sequence[torch.cuda.Stream], process_id: int) -> None:
+    """Unpins what an arena has left, in its own process: a forked one has no context to do so."""
+    if arena.pinned_bytes and process_id == os.getpid():
+        for stream in streams:
+            stream.synchronize()
+        arena.close()
 
 
 def _in_slot(slot: PinnedSlot, like: Tensor, offset: int) -> Tensor:

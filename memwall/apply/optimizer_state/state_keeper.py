@@ -3,7 +3,9 @@
 It is carried over between plans.
 """
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,7 +26,7 @@ from memwall.apply.optimizer_state.open_state import (
 )
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.shares import expected_state_bytes
-from memwall.errors import ApplyError, MemwallError, StoreError
+from memwall.errors import ApplyError, MemwallError, OffloadIOError, StoreError
 from memwall.machine.meter import CudaMeter, process_bytes
 from memwall.patches import undo_all
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement, bucket_choices
@@ -78,13 +80,22 @@ class StateKeeper:
     ) -> None:
         self._disk, self._capacity_bytes, self._around_step = disk, capacity_bytes, around_step
         self._opened = OpenOnDisk[OptimizerState | CpuStep]()
-        self._resting: list[OpenOnDisk[OptimizerState | CpuStep]] = []
-        """State of optimizers that others have replaced."""
+        self._rests: list[weakref.ref[OpenOnDisk[OptimizerState | CpuStep]]] = []
+        self._counted_bytes = (0, 0)
         self._low_bit: LowBitOptimizerState | None = None
 
     @property
     def _state(self) -> OptimizerState | None:
         return self._opened.held if isinstance(self._opened.held, OptimizerState) else None
+
+    @property
+    def _resting(self) -> list[OpenOnDisk[OptimizerState | CpuStep]]:
+        """Lists the state of optimizers that others have replaced, and that somebody holds: the others' is gone."""
+        return [opened for one in self._rests if (opened := one()) is not None]
+
+    def resting_bytes(self, tier: str) -> int:
+        """Counts what the state of optimizers that others have replaced takes of a tier."""
+        return sum(one.held.taken_bytes(tier) for one in self._resting if one.held is not None)
 
     @property
     def failure(self) -> MemwallError | None:
@@ -99,7 +110,7 @@ class StateKeeper:
 
     @property
     def away_bytes(self) -> int:
-        """Counts the state that is on disk now."""
+        """Counts the state that is on disk now of the optimizer that steps."""
         return 0 if self._opened.held is None else self._opened.held.away_bytes
 
     @property
@@ -141,19 +152,20 @@ class StateKeeper:
             self._state.end_recording()
             self._state.settle(resident_bytes=action.resident_bytes, bucket_bytes=action.bucket_bytes)
             return
-        self._opened.hold(
-            open_optimizer_state(
-                optimizer,
-                tier=action.tier,
-                disk=self._disk,
-                capacity_bytes=self._capacity_bytes,
-                host_limit_bytes=host_limit_bytes,
-                resident_bytes=action.resident_bytes,
-                bucket_bytes=action.bucket_bytes,
-                min_bytes=action.min_bytes,
-                around_step=self._around_step,
+        with self._beside_resting():
+            self._opened.hold(
+                open_optimizer_state(
+                    optimizer,
+                    tier=action.tier,
+                    disk=self._disk,
+                    capacity_bytes=self._left_bytes(),
+                    host_limit_bytes=max(0, host_limit_bytes - self.resting_bytes("host")),
+                    resident_bytes=action.resident_bytes,
+                    bucket_bytes=action.bucket_bytes,
+                    min_bytes=action.min_bytes,
+                    around_step=self._around_step,
+                )
             )
-        )
 
     def step_on_cpu(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int, host_limit_bytes: int) -> None:
         """Has the CPU step a device's parameters, beside their state in host memory; it comes from wherever it is.
@@ -172,7 +184,9 @@ class StateKeeper:
             self._opened.held.bucket_bytes = bucket_bytes
             return
         self._opened.close()
-        self._opened.hold(open_cpu_step(optimizer, bucket_bytes=bucket_bytes, limit_bytes=host_limit_bytes))
+        limit_bytes = max(0, host_limit_bytes - self.resting_bytes("host"))
+        with self._beside_resting():
+            self._opened.hold(open_cpu_step(optimizer, bucket_bytes=bucket_bytes, limit_bytes=limit_bytes))
 
     def spill_recorded(
         self,
@@ -213,8 +227,8 @@ class StateKeeper:
                     optimizer,
                     tier="disk" if is_on_cpu else "host",
                     disk=self._disk,
-                    capacity_bytes=None if self._capacity_bytes is None else max(0, self._capacity_bytes - used_bytes),
-                    host_limit_bytes=host_limit_bytes,
+                    capacity_bytes=self._left_bytes(used_bytes),
+                    host_limit_bytes=max(0, host_limit_bytes - self.resting_bytes("host")),
                     resident_bytes=0,
                     bucket_bytes=bucket_choices(sizes)[0],
                     min_bytes=MIN_STATE_BYTES,
@@ -230,12 +244,39 @@ class StateKeeper:
     def turn_to(self, optimizer: torch.optim.Optimizer) -> None:
         """Leaves the state that is away where it is, and goes on with that of the optimizer that takes its own's place.
 
-        Whoever steps one that was replaced finds its state, as it was, until `close`.
+        Whoever steps one that was replaced finds its state, as it was, until `close`. What nobody holds is given up,
+        with its place.
         """
-        self._resting.append(self._opened)
-        found = (one for one in self._resting if one.held is not None and one.held.optimizer is optimizer)
-        self._opened = next(found, OpenOnDisk())
-        self._resting = [one for one in self._resting if one is not self._opened]
+        self._counted_bytes = self.moved_bytes()
+        self._rests = [*map(weakref.ref, self._resting)]
+        if self._opened.held is not None:
+            self._opened.held.rest(self._opened)
+            self._rests.append(weakref.ref(self._opened))
+        found = [one for one in self._resting if one.held is not None and one.held.optimizer is optimizer]
+        self._opened = found[0] if found else OpenOnDisk()
+        self._rests = [one for one in self._rests if one() is not self._opened]
+        if not found:
+            gc.collect()  # an optimizer and what took its step over hold each other
+
+    def _left_bytes(self, used_bytes: int = 0) -> int | None:
+        """Returns what may be taken of the disk beside that and what others hold there; None for no limit."""
+        if self._capacity_bytes is None:
+            return None
+        return max(0, self._capacity_bytes - used_bytes - self.resting_bytes("disk"))
+
+    @contextmanager
+    def _beside_resting(self) -> Iterator[None]:
+        """Says of a lack of room what else is there."""
+        try:
+            yield
+        except StoreError as error:
+            held_bytes = self.resting_bytes("disk") + self.resting_bytes("host")
+            if isinstance(error, OffloadIOError) or not held_bytes:
+                raise
+            raise StoreError(
+                f"{error}; {format_bytes(held_bytes)} are taken by the state of optimizers that this one "
+                "has replaced and the script still holds: delete what refers to them, or give a larger limit"
+            ) from error
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -263,6 +304,8 @@ class StateKeeper:
         Raises:
             StoreError: some of it cannot be read back.
         """
+        if self._rests:
+            gc.collect()  # what nobody holds is not to be brought back
         undo_all([self.bring_back, *(one.close for one in self._resting)])
 
     def _open_moments(self) -> None:
@@ -273,6 +316,8 @@ class StateKeeper:
     def moved_bytes(self) -> tuple[int, int]:
         """Returns the bytes written to disk and read from it since this was asked last."""
         moved = [one.moved_bytes() for one in (self._opened, *self._resting)]
+        moved.append(self._counted_bytes)
+        self._counted_bytes = 0, 0
         return sum(out for out, _ in moved), sum(back for _, back in moved)
 
 
