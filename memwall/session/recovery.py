@@ -10,7 +10,7 @@ import logging
 import torch
 
 from memwall.apply.memory.exhaustion import Exhaustion, as_error, exhaustion_of
-from memwall.errors import InfeasibleError, OutOfMemoryError
+from memwall.errors import InfeasibleError, OutOfMemoryError, RankError
 from memwall.machine.process_group import num_processes
 from memwall.planning.explain import STATE_IN_FIRST_STEP
 from memwall.planning.planfile import Plan
@@ -37,7 +37,7 @@ class Recovery:
         """Says what was held at most when the last step under the plan had ended."""
         self._can_plan_again = True
         self._is_agreed = False
-        """Whether ranks have agreed already on the plan of the step that begins next."""
+        """Whether ranks have agreed already before the step that begins next."""
         self.why_not_again = ""
         """Why the forward that failed last could not be called again; "" where none has failed, or it was."""
         self._evaluated_after = -1
@@ -66,9 +66,9 @@ class Recovery:
         """Notes what a step under the plan held at most."""
         self._ended_bytes = peak_bytes
         if self._live.plan is not None and self._live.trace is not None and self._can_plan_again:
-            self._excess_bytes = (
-                0 if self._live.in_effect.device_budget.is_kept else excess_bytes(self._live.plan, peak_bytes)
-            )
+            is_kept = self._live.in_effect.device_budget.is_kept
+            # While a rank has no more batches, the most of the steps meanwhile is kept.
+            self._excess_bytes = max(self._excess_bytes, 0 if is_kept else excess_bytes(self._live.plan, peak_bytes))
 
     def forget_excess(self) -> None:
         """Forgets what the last step took too much: the plan that it ran under is no more."""
@@ -84,6 +84,26 @@ class Recovery:
         self.plan_again()
         self._is_agreed = True
 
+    def agree(self) -> None:
+        """Has ranks know of the step that exceeded its forecast most, before any of them looks at what the next one is.
+
+        Once one has no more batches, each keeps what is its own: they plan for that when they go on together.
+
+        Raises:
+            RankError: another rank has ended its run, or has no more batches before there is a plan.
+        """
+        ranks = self._live.ranks
+        if ranks is None or self._is_agreed:
+            return
+        excess, self._is_agreed = agreed_excess(ranks, self._excess_bytes), True
+        if ranks.have_inputs:
+            self._excess_bytes = excess
+        elif self._live.plan is None:
+            raise RankError(
+                f"another of the {ranks.num_ranks} ranks has no more batches before there is a plan, which all make "
+                "together: its first step was skipped, or recorded in vain; have each of them take one more step"
+            )
+
     def plan_again(self) -> None:
         """Plans anew before the next step, if the last one used more than foreseen.
 
@@ -93,16 +113,15 @@ class Recovery:
         Raises:
             RankError: another rank has ended its run.
         """
-        is_agreed, self._is_agreed = self._is_agreed, False
-        if is_agreed:
+        self.agree()
+        self._is_agreed = False
+        if self._live.ranks is not None and not self._live.ranks.have_inputs:
             return
         excess, self._excess_bytes = self._excess_bytes, 0
         shortage, self._shortage = self._shortage, None
         if shortage is not None and self._live.ranks is None and self._live.trace is not None:
             self._change_to_less(shortage)
             return
-        if self._live.ranks is not None:
-            excess = agreed_excess(self._live.ranks, excess)
         if not excess:
             return
         is_explained = self._live.note_lost()

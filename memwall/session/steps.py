@@ -136,12 +136,14 @@ class Steps:
             self.batch_begins()
         if self.state != "running" or self.live.trace is None or not self.live.ranks.have_inputs:
             return None
-        if not self._is_joint_known and not self.borders.in_step:
-            self._is_joint_known = True
-            self._joint = JointParts.of(self.live.ranks, self.borders.attached_model, self.live.trace)
-        if self._joint is not None and not self.borders.in_step:
+        if not self.borders.in_step and (self._joint is not None or not self._is_joint_known):
             with self._measured_anew():
                 self.recovery.plan_ahead()
+            if not self.live.ranks.have_inputs:  # one of them does not come any more
+                return None
+            if not self._is_joint_known:
+                self._is_joint_known = True
+                self._joint = JointParts.of(self.live.ranks, self.borders.attached_model, self.live.trace)
         return self._joint
 
     def end(self, *, completed: bool) -> None:
@@ -201,6 +203,7 @@ class Steps:
 
         Raises:
             MemwallError: the first step was its last one, and there is no plan; or another rank has ended its run.
+                Ranks that wait for this one, which does not take part in what they exchange, hear of it at once.
         """
         ranks = self.live.ranks
         if ranks is None or self.failure is not None:
@@ -210,11 +213,16 @@ class Steps:
                 self.borders.drop_step()
                 self.step_skipped()
             return
-        with self._measured_anew():
-            self.end_step()
-        if self.state == "running":
+        try:
             with self._ending_the_run():
-                agreed_excess(ranks, 0, goes_on=False)
+                with self._measured_anew():
+                    self.end_step()
+                if self.state != "recording":  # in a step that has not ended, no rank looks at the next one
+                    agreed_excess(ranks, 0, goes_on=False)
+        except MemwallError:
+            self._has_told = True
+            ranks.leave()
+            raise
 
     def end_last_step(self) -> None:
         """Ends the last step, see `Session.end_last_step`."""
@@ -318,6 +326,7 @@ class Steps:
             check_not_captured(device)
             self.live.in_effect.end_showing()
             self.end_step()
+            self.recovery.agree()
             if self._changes.are_to_be_recorded(is_running=self.state == "running"):
                 self.live.stop_recording()
                 self.live.forget_plan()

@@ -132,9 +132,14 @@ class LoopChanges:
     def are_to_be_recorded(self, *, is_running: bool) -> bool:
         """Returns whether the step that begins is another one; where a plan is known for it, that one takes effect.
 
+        While a rank has no more batches the plan stays: it would not come to where ranks plan, or change theirs.
+
         Args:
             is_running: whether there is a plan; without one only other models count.
         """
+        ranks = self._live.ranks
+        if ranks is not None and not ranks.have_inputs:
+            return False
         if self.is_outgrown:
             self.is_outgrown = False
             return True
