@@ -191,10 +191,7 @@ class LivePlan:
         self.trace, first = self.recorded.finish(self._borders.optimizers)
         earlier = self.settings.first_step
         if earlier is not None:  # a run under another budget begins with that step again
-            first = msgspec.structs.replace(
-                first,
-                needed_bytes=max(first.needed_bytes, earlier.needed_bytes),
-            )
+            first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, earlier.needed_bytes))
         if self.trace.device == "cpu":
             first = msgspec.structs.replace(first, before_bytes=self._measured.before_bytes)
             first = with_average(with_loaders(first, self.trace), self.trace, self._borders.attached_model)
@@ -227,8 +224,8 @@ class LivePlan:
         begin = time.perf_counter()
 
         def solve(trace: Trace, settings: Settings) -> tuple[Trace, Plan]:
-            is_first, num_to_come = not self._measured.has_plan, self._borders.num_models_to_come
-            return planned(trace, settings, self.in_effect.allocator, is_first=is_first, num_to_come=num_to_come)
+            is_first, turns = not self._measured.has_plan, self._borders.turns
+            return planned(trace, settings, self.in_effect.allocator, is_first=is_first, num_to_come=turns.num_to_come)
 
         try:
             self.trace, self.plan = self._solved(self.trace, self._present_settings(), solve)

@@ -96,7 +96,8 @@ class StepBorders:
         """That of the forward that is about to be called, or was called last."""
         self.batch_shapes: tuple[Shape, ...] = ()
         """Those of all tensors that it was called with, where these are known."""
-        self._turns = Turns(())
+        self.turns = Turns(())
+        """Those of the models in the step that has begun, or began last."""
         self._has_stepped = False
         self._num_forwards = self._forwards_by_hand = 0
         self._is_watching = self._is_watching_scaling = False
@@ -144,7 +145,7 @@ class StepBorders:
 
     def attach(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Begins to follow a model, and its optimizers as far as they are known."""
-        self.model, self._turns = model, Turns(models_of(model))
+        self.model, self.turns = model, Turns(models_of(model))
         before = self._before_forward
         for each in models_of(model):
             self._patches.push(attach_hook(each.register_forward_pre_hook, before, with_kwargs=True, prepend=True))
@@ -160,9 +161,9 @@ class StepBorders:
         """Follows other models from now on, in the step that has begun as well, and the same optimizers."""
         optimizers, self.optimizers = self.optimizers, ()
         self.detach()
-        turns = self._turns
+        turns = self.turns
         self.attach(model, [optimizer for optimizer in optimizers if trains(optimizer, model)])
-        self._turns.take_over(turns)
+        self.turns.take_over(turns)
         if self.stepped and not {one() for one in self.stepped} & set(self.optimizers):
             self.stepped.clear()  # those of models that are gone
 
@@ -245,13 +246,13 @@ class StepBorders:
 
     def await_all(self) -> None:
         """Has the steps that follow wait for every model that the last one has stepped."""
-        self._turns.await_all()
+        self.turns.await_all()
 
     def begins_step(self, model: nn.Module) -> bool:
         """Tells whether a forward with gradients on begins another step than the one that has begun or ended."""
         if not self._has_stepped:
             return not self.in_step or self._is_over_by_hand
-        return not self.in_step and not (self.goes_on and self._turns.goes_on_with(model))
+        return not self.in_step and not (self.goes_on and self.turns.goes_on_with(model))
 
     def enter_forward(self, model: nn.Module | None = None) -> None:
         """Does what the hook before each forward does; to be called where that hook came too late for one."""
@@ -277,7 +278,7 @@ class StepBorders:
         self.phase, self.called = "forward", model
         if not is_another:  # a further micro-batch of the same step, or another model's turn
             self._num_forwards += 1
-            self._turns.called(model)
+            self.turns.called(model)
             self.in_step = True
             return
         self.goes_on = False
@@ -286,7 +287,7 @@ class StepBorders:
             self._listener.step_begins()
         finally:
             self.in_first_forward = self.in_optimizer = False
-        self._turns.begin(model)
+        self.turns.begin(model)
         self.in_step, self._has_stepped, self._num_forwards = True, False, int(not self.is_ahead)
         self._is_left_out = False
 
@@ -301,19 +302,9 @@ class StepBorders:
         return self._num_forwards == 1
 
     @property
-    def called_models(self) -> frozenset[int]:
-        """Returns the models, by their id, that were called with gradients on in the step that began last."""
-        return self._turns.called_models
-
-    @property
-    def num_models_to_come(self) -> int:
-        """Counts the models trained together that were not called in the step: their turns are other steps."""
-        return sum(id(model) not in self.called_models for model in models_of(self.attached_model))
-
-    @property
     def have_all_stepped(self) -> bool:
         """Tells whether each optimizer that is known has stepped in the present step, as far as it has come."""
-        return self._turns.num_optimizers == len(self.optimizers)
+        return self.turns.num_optimizers == len(self.optimizers)
 
     @property
     def is_stepped_by_hand(self) -> bool:
@@ -329,7 +320,7 @@ class StepBorders:
     def _end_by_hand(self) -> None:
         if self._is_over_by_hand:
             self._forwards_by_hand = self._num_forwards
-            self._turns.stepped_by_hand()
+            self.turns.stepped_by_hand()
             self.in_step, self._has_stepped, self.phase = False, True, "between steps"
             self._listener.optimizer_stepped(is_first=True)
 
@@ -388,9 +379,9 @@ class StepBorders:
         if weakref.ref(optimizer) not in self.stepped:
             self.stepped.append(weakref.ref(optimizer))
         if self.in_step or self.goes_on:
-            self._turns.stepped(optimizer)
+            self.turns.stepped(optimizer)
             is_first, self._has_stepped, self._forwards_by_hand = not self._has_stepped, True, 0
-            self.in_step, self.goes_on, self.phase = not self._turns.are_over, True, "between steps"
+            self.in_step, self.goes_on, self.phase = not self.turns.are_over, True, "between steps"
             self._listener.optimizer_stepped(is_first=is_first)
 
 

@@ -127,7 +127,7 @@ class LoopChanges:
 
     def recording_ends(self) -> None:
         """Notes which models and how many optimizers the plan is for."""
-        self._called, self._num_planned_for = self._borders.called_models, len(self._borders.stepped)
+        self._called, self._num_planned_for = self._borders.turns.called_models, len(self._borders.stepped)
 
     def are_to_be_recorded(self, *, is_running: bool) -> bool:
         """Returns whether the step that begins is another one; where a plan is known for it, that one takes effect.

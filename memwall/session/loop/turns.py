@@ -70,8 +70,13 @@ class Turns:
 
     @property
     def called_models(self) -> frozenset[int]:
-        """Returns the models, by their id, that were called in the present step."""
+        """Returns the models, by their id, that were called with gradients on in the present step."""
         return frozenset(self._called)
+
+    @property
+    def num_to_come(self) -> int:
+        """Counts the models that were not called in it: their turns are other steps."""
+        return len(self._all - self._called)
 
     @property
     def num_optimizers(self) -> int:
