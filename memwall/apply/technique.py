@@ -130,7 +130,7 @@ class Target:
         if capacity_bytes is None:
             return None
         held_bytes = sum(handler.held_bytes(tier) for handler in self.handlers)
-        return capacity_bytes - held_bytes - self.keeper.resting_bytes(tier)
+        return max(0, capacity_bytes - held_bytes - self.keeper.resting_bytes(tier))
 
     def is_set_by_loop(self, handler: "Handler[Any]") -> bool:
         """Returns whether the training loop carries this action out itself."""

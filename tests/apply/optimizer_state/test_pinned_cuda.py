@@ -1,5 +1,6 @@
 """State of a CUDA device in pinned host memory, or on disk: the bits of a plain run, less of the device's memory."""
 
+import weakref
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -10,13 +11,17 @@ import torch
 from optimizer_runs import Make, in_groups, same
 from plans import a_plan
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memwall
 from memwall.apply.optimizer_state.open_state import open_optimizer_state
 from memwall.apply.optimizer_state.staged import StagedSpace
 from memwall.errors import StoreError
+from memwall.planning.techniques.cpu_step import StepOnCpu
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.predict.state_on_disk import staging_bytes
+from memwall.session.session import Session
+from memwall.store.pinned_arena import PinnedArena
 from memwall.trace.modules import fingerprint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -25,6 +30,7 @@ SIZES = (*[2 * 4 * 256 * 256] * 8, 2 * 4 * 256 * 2048)
 """State of the matrices of a model whose last one has more than a bucket."""
 HOST = OptimizerPlacement(tier="host", resident_bytes=0, bucket_bytes=4 * MIB, min_bytes=16 << 10)
 DISK = OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=4 * MIB, min_bytes=16 << 10)
+ON_CPU = StepOnCpu(bucket_bytes=4 * MIB, min_bytes=16 << 10)
 
 
 def trained(make: Make, disk: Path, *actions: OptimizerPlacement, num_plans: int = 1) -> tuple[list[Tensor], Any, int]:
@@ -144,3 +150,39 @@ def test_other_sizes_pin_no_more_than_is_foreseen_of_them(tmp_path: Path) -> Non
         assert isinstance(state._space, StagedSpace)
         assert state._space.pinned_bytes <= staging_bytes(SIZES, bucket_bytes)
     close()
+
+
+@pytest.mark.parametrize("action", [HOST, DISK, ON_CPU], ids=["host", "disk", "stepped on the CPU"])
+def test_host_memory_of_an_optimizer_that_was_replaced_and_dropped_is_unpinned(
+    action: OptimizerPlacement | StepOnCpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a host with room for one WHEN each epoch has a new optimizer THEN the ones before are gone."""
+    arenas: list[PinnedArena] = []
+    begin = PinnedArena.__init__
+
+    def noted(arena: PinnedArena, *args: Any, **options: Any) -> None:
+        arenas.append(arena)
+        begin(arena, *args, **options)
+
+    monkeypatch.setattr(PinnedArena, "__init__", noted)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12))).cuda()
+    plan = a_plan(action, device="cuda", model_fingerprint=fingerprint([model]))
+    session = Session(plan=plan, disk=str(tmp_path), host_capacity_bytes=44 * MIB)
+    session.attach(model, None)
+    known = register_optimizer_step_pre_hook(lambda optimizer, *_: session.add_optimizer(optimizer))
+    pinned, made = [], []
+    with session, ExitStack() as closing:
+        closing.callback(known.remove)
+        for _ in range(4):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            for _ in range(2):
+                model(torch.ones(4, 512, device="cuda")).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            made.append(weakref.ref(optimizer))
+            pinned.append(sum(arena.pinned_bytes for arena in arenas))
+            del optimizer
+            assert sum(one() is not None for one in made) == 1
+    assert pinned == [pinned[0]] * 4
+    assert pinned[0] > 0
+    assert sum(arena.pinned_bytes for arena in arenas) == 0
