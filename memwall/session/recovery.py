@@ -74,20 +74,27 @@ class Recovery:
         """Forgets what the last step took too much: the plan that it ran under is no more."""
         self._excess_bytes = 0
 
-    def plan_ahead(self) -> None:
+    def plan_ahead(self, *, has_newcomer: bool) -> None:
         """Plans anew as `plan_again` does, which has nothing left to do then: before a loop's own code runs.
+
+        Args:
+            has_newcomer: see `agree`.
 
         Raises:
             RankError: another rank has ended its run.
         """
         self._is_agreed = False
+        self.agree(has_newcomer=has_newcomer)
         self.plan_again()
         self._is_agreed = True
 
-    def agree(self) -> None:
+    def agree(self, *, has_newcomer: bool = False) -> None:
         """Has ranks know of the step that exceeded its forecast most, before any of them looks at what the next one is.
 
         Once one has no more batches, each keeps what is its own: they plan for that when they go on together.
+
+        Args:
+            has_newcomer: whether an optimizer has begun to step on this rank.
 
         Raises:
             RankError: another rank has ended its run, or has no more batches before there is a plan.
@@ -95,7 +102,7 @@ class Recovery:
         ranks = self._live.ranks
         if ranks is None or self._is_agreed:
             return
-        excess, self._is_agreed = agreed_excess(ranks, self._excess_bytes), True
+        excess, self._is_agreed = agreed_excess(ranks, self._excess_bytes, has_newcomer=has_newcomer), True
         if ranks.have_inputs:
             self._excess_bytes = excess
         elif self._live.plan is None:

@@ -138,7 +138,7 @@ class Steps:
             return None
         if not self.borders.in_step and (self._joint is not None or not self._is_joint_known):
             with self._measured_anew():
-                self.recovery.plan_ahead()
+                self.recovery.plan_ahead(has_newcomer=self._changes.has_newcomer)
             if not self.live.ranks.have_inputs:  # one of them does not come any more
                 return None
             if not self._is_joint_known:
@@ -326,7 +326,7 @@ class Steps:
             check_not_captured(device)
             self.live.in_effect.end_showing()
             self.end_step()
-            self.recovery.agree()
+            self.recovery.agree(has_newcomer=self._changes.has_newcomer)
             if self._changes.are_to_be_recorded(is_running=self.state == "running"):
                 self.live.stop_recording()
                 self.live.forget_plan()

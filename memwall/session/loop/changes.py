@@ -145,7 +145,7 @@ class LoopChanges:
             return True
         if not is_running:
             return False
-        if self._has_newcomer:
+        if self.has_newcomer if ranks is None else ranks.have_newcomer:
             self.why = "another optimizer has begun to step"
         elif self._is_new_turn():
             self.why = "another one of the models that are trained has its turn"
@@ -161,7 +161,7 @@ class LoopChanges:
         return True
 
     @property
-    def _has_newcomer(self) -> bool:
+    def has_newcomer(self) -> bool:
         """Tells whether an optimizer has stepped whose state is in no forecast: its first step followed the plan."""
         return not self._live.is_given and len(self._borders.stepped) > self._num_planned_for
 

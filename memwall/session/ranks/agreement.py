@@ -32,13 +32,14 @@ class Ranks:
         rank: this process's number among all.
         num_ranks: how many there are.
         have_inputs: whether all of them take a further step, as far as is known; see `uneven_inputs`.
+        have_newcomer: whether an optimizer had begun to step on one of them when they agreed last.
     """
 
     def __init__(self, store: Any, group: Any, *, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._store, self._group = store, group
         self._num_agreements = 0
-        self.have_inputs = True
+        self.have_inputs, self.have_newcomer = True, False
 
     @classmethod
     def meet(cls) -> "Ranks | None":

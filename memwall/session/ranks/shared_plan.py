@@ -155,10 +155,11 @@ def save_together(ranks: Ranks, plan: Plan, path: Path) -> None:
         save_for_ranks(path, [decoded(msgspec.json.decode(each), Plan) for each in plans])
 
 
-def agreed_excess(ranks: Ranks, excess_bytes: int, *, goes_on: bool = True) -> int:
+def agreed_excess(ranks: Ranks, excess_bytes: int, *, has_newcomer: bool = False, goes_on: bool = True) -> int:
     """Returns by how much a step exceeded its forecast on the rank where it did so most; before each step.
 
     Args:
+        has_newcomer: whether an optimizer has begun to step on this rank: all record the next step then.
         goes_on: whether this rank has a batch for a further step. Once one has none they no longer agree, see
             `uneven_inputs`: 0 is returned.
 
@@ -167,8 +168,8 @@ def agreed_excess(ranks: Ranks, excess_bytes: int, *, goes_on: bool = True) -> i
     """
     if not ranks.have_inputs:
         return 0
-    excess_bytes, number, ends = ranks.largest((excess_bytes, 0, not goes_on))
-    ranks.have_inputs = not ends
+    excess_bytes, number, ends, newcomer = ranks.largest((excess_bytes, 0, not goes_on, has_newcomer))
+    ranks.have_inputs, ranks.have_newcomer = not ends, bool(newcomer)
     if number:
         raise RankError(
             f"rank {number - 1} of {ranks.num_ranks} ended its run in the last step, and no rank can train on alone; "
@@ -180,7 +181,7 @@ def agreed_excess(ranks: Ranks, excess_bytes: int, *, goes_on: bool = True) -> i
 def tell_of_failure(ranks: Ranks) -> None:
     """Tells the others, where they look at the last step's excess, that this rank does not go on."""
     if ranks.have_inputs:
-        ranks.largest((0, ranks.rank + 1, 0))
+        ranks.largest((0, ranks.rank + 1, 0, 0))
 
 
 def _solved(trace: Trace, settings: Settings, solve: Solve) -> tuple[_Answer, MemwallError | None]:
