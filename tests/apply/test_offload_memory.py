@@ -57,7 +57,7 @@ print(offload.bytes_written - before)
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What a process prints in which freed memory returns to the system at once."""
+    """Returns the output of a process in which freed memory returns to the system at once."""
     result = subprocess.run(
         [sys.executable, "-c", _PROCESS, str(tmp_path_factory.mktemp("scratch"))],
         capture_output=True,

@@ -51,21 +51,27 @@ def called_in(trace: Trace | None) -> set[str]:
     return {trace.modules[call.module].path.partition(".")[0] for call in trace.steps[0].calls}
 
 
-def test_each_is_recorded_once_and_its_plan_comes_back_with_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = trained(*made())
-    recorded: list[set[str]] = []
-    planned_for: list[set[str]] = []
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """Holds, of each step that is recorded, the names of the models called in it."""
+    found: list[set[str]] = []
     ended = LivePlan.end_recording
 
     def noted(live: LivePlan) -> None:
         ended(live)
-        recorded.append(called_in(live.trace))
+        found.append(called_in(live.trace))
 
+    monkeypatch.setattr(LivePlan, "end_recording", noted)
+    return found
+
+
+def test_each_is_recorded_once_and_its_plan_comes_back_with_its_turn(recorded: list[set[str]]) -> None:
+    expected = trained(*made())
+    planned_for: list[set[str]] = []
     models, optimizers = made()
     session = Session(budget_bytes=64 << 30)
     session.attach(TrainedTogether(models), optimizers)
-    with monkeypatch.context() as patch, session:
-        patch.setattr(LivePlan, "end_recording", noted)
+    with session:
         found = trained(models, optimizers, lambda: planned_for.append(called_in(session.trace)) if session.plan else 0)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     first, second, third = ({name} for name in ("Sequential", "Sequential#2", "Sequential#3"))
@@ -73,20 +79,12 @@ def test_each_is_recorded_once_and_its_plan_comes_back_with_its_turn(monkeypatch
     assert planned_for[-3:] == [first, second, third]
 
 
-def test_plans_of_turns_end_with_the_models_that_they_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_of_turns_end_with_the_models_that_they_are_of(recorded: list[set[str]]) -> None:
     """GIVEN models with a plan each WHEN a further one joins them THEN all of them are recorded beside it."""
-    recorded: list[set[str]] = []
-    ended = LivePlan.end_recording
-
-    def noted(live: LivePlan) -> None:
-        ended(live)
-        recorded.append(called_in(live.trace))
-
     models, optimizers = made()
     session = Session(budget_bytes=64 << 30)
     session.attach(TrainedTogether(models[:2]), optimizers[:2])
-    with monkeypatch.context() as patch, session:
-        patch.setattr(LivePlan, "end_recording", noted)
+    with session:
         trained(models[:2], optimizers[:2])
         before = len(recorded)
         session.train_also(TrainedTogether(models))
