@@ -1,8 +1,10 @@
 """A run by torch.func, whose steps no plan makes smaller, is refused before its second step where the first was too
 large, with a budget that has room for the next ones."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -39,6 +41,8 @@ class Untouched(AllocatorHandler):
 class Run:
     """Trains a network by torch.func, each of whose steps holds what it is told."""
 
+    of_the_test: ClassVar[list["Run"]] = []
+
     def __init__(self, budget_bytes: int, *, is_ended_by_optimizer: bool = False) -> None:
         self.num_optimizer_steps = 0
         self.held, self.model = Held(), nn.Linear(1024, 1024)
@@ -47,6 +51,7 @@ class Run:
         self.model.register_forward_pre_hook(self._before_forward)
         self._is_ended_by_optimizer = is_ended_by_optimizer
         self.weights = {name: value.detach() for name, value in self.model.named_parameters()}
+        self.of_the_test.append(self)
 
     def _before_forward(self, model: nn.Module, _: object) -> None:
         self.unseen.forward_begins(model, self.num_optimizer_steps if self._is_ended_by_optimizer else None)
@@ -61,6 +66,14 @@ class Run:
 
         gradients = grad(loss_of)(self.weights)
         self.weights = {name: value - 0.1 * gradients[name] for name, value in self.weights.items()}
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    """Ends the runs of a test, as a session does."""
+    yield
+    while Run.of_the_test:
+        Run.of_the_test.pop().unseen.end()
 
 
 def test_the_step_after_one_that_has_passed_the_budget_is_refused() -> None:
@@ -195,3 +208,19 @@ def test_gradients_by_torch_func_of_copies_that_an_optimizer_trains_are_judged_a
     assert main(["run", "--budget", "32MiB", "by_func.py"]) == 3
     assert Path("steps.txt").read_text() == "0 "
     assert "gradients are computed by torch.func" in capsys.readouterr().err
+
+
+def test_steps_by_torch_func_keep_no_graph_that_nothing_differentiates() -> None:
+    """GIVEN a run under a budget WHEN torch.func computes gradients THEN their backward is recorded after it alone."""
+    run, recorded = Run(budget_bytes=100 * MIB), list[bool]()
+
+    def hook(_model: nn.Module, _given: object, out: Tensor) -> None:
+        out.register_hook(lambda gradient: recorded.append(gradient.requires_grad))
+
+    run.model.register_forward_hook(hook)
+    gradient = grad(lambda weights: functional_call(run.model, weights, torch.ones(1, 1024)).square().sum())
+    gradient(run.weights)
+    run.unseen.end()
+    run.model._forward_pre_hooks.clear()
+    gradient(run.weights)
+    assert recorded == [False, True]

@@ -37,6 +37,7 @@ from memwall.torch_internals import (
     reducer,
     sharding,
     storages,
+    transforms,
     trees,
 )
 
@@ -197,6 +198,16 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
             f"torch.Tensor._{name}": (lambda door, name=name: getattr(door, f"sparse_{name}")(leaf()), RAISES)
             for name in ("indices", "values", "nnz")
         },
+    },
+    transforms: {
+        path: (lambda door: door.without_needless_graphs(), None)
+        for path in (
+            "torch._functorch.eager_transforms._autograd_grad",
+            *(
+                f"torch._C._functorch.{name}"
+                for name in ("get_interpreter_stack", "TransformType", "maybe_get_level", "get_unwrapped")
+            ),
+        )
     },
     trees: {
         f"torch.utils._pytree.{name}": (lambda door, name=name: getattr(door, name)([]), RAISES)
