@@ -76,6 +76,9 @@ class ForwardRedo:
         if self._thread:
             self._is_disturbed |= self._thread != threading.get_ident()
             return forward(*args, **kwargs)
+        if self._is_settled():
+            self._recovery.why_not_again = _TOO_SHORT
+            return forward(*args, **kwargs)
         trains = self._can_be_repeated(model)
         if not (trains or self._evaluates) or _is_captured() or not self._is_worth_it(trains=trains):
             return forward(*args, **kwargs)
@@ -119,6 +122,15 @@ class ForwardRedo:
         is_worth_it = self._num_taken[trains] <= _NUM_CAREFUL or is_cheap
         self._recovery.why_not_again = "" if is_worth_it else _TOO_SHORT
         return is_worth_it
+
+    def _is_settled(self) -> bool:
+        """Tells, by what is quickly found, whether no state is taken before forwards like the one that begins."""
+        seconds = self._measured.step_seconds
+        return (
+            self._num_taken[torch.is_grad_enabled()] >= _NUM_CAREFUL
+            and self._num_changes == self._live.in_effect.num_changes
+            and not (seconds and self._seconds <= _CHEAP_SHARE * seconds[-1])
+        )
 
     def forget(self) -> None:
         """Forgets the models that it has known."""

@@ -263,12 +263,12 @@ class PlanInEffect:
         Raises:
             NotExactError: one has.
         """
-        if self.applied is not None:
+        if self.applied is not None and self.applied.handlers:
             self.applied.check_proofs()
 
     def leave_room(self, room: RoomBetweenSteps) -> None:
         """Leaves room after a step for copies of the weights: scripts log, hash or keep them where no hook sees it."""
-        if self.applied is not None and self._room_bytes:
+        if self.applied is not None and self._room_bytes and self.allocator.is_limited:
             room_bytes = room.after_step(self._room_bytes, is_cheap=self._is_room_cheap)
             if room_bytes:
                 self.allocator.leave_room(room_bytes)
@@ -286,6 +286,8 @@ class PlanInEffect:
 
     def end_showing(self) -> None:
         """Ends what was shown of parameters on disk, to save them: it is no part of the step that follows."""
+        if not self.parameters.is_open:
+            return
         with self._measured.showing:
             is_shown = self.parameters.shown_bytes > 0
             if is_shown:

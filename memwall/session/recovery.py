@@ -66,9 +66,10 @@ class Recovery:
         """Notes what a step under the plan held at most."""
         self._ended_bytes = peak_bytes
         if self._live.plan is not None and self._live.trace is not None and self._can_plan_again:
-            is_kept = self._live.in_effect.device_budget.is_kept
+            excess = excess_bytes(self._live.plan, peak_bytes)
             # While a rank has no more batches, the most of the steps meanwhile is kept.
-            self._excess_bytes = max(self._excess_bytes, 0 if is_kept else excess_bytes(self._live.plan, peak_bytes))
+            if excess > self._excess_bytes and not self._live.in_effect.device_budget.is_kept:
+                self._excess_bytes = excess
 
     def forget_excess(self) -> None:
         """Forgets what the last step took too much: the plan that it ran under is no more."""
@@ -325,8 +326,10 @@ class Recovery:
 
 def excess_bytes(plan: Plan, peak_bytes: int) -> int:
     """Returns how far a step's peak lies above what the plan foresaw; 0 within the margin, or far from the budget."""
+    if not _is_near_budget(plan, peak_bytes):
+        return 0
     excess = peak_bytes - _foreseen_bytes(plan)
-    return excess if excess > plan.forecast.margin_bytes and _is_near_budget(plan, peak_bytes) else 0
+    return excess if excess > plan.forecast.margin_bytes else 0
 
 
 def _is_near_budget(plan: Plan, peak_bytes: int) -> bool:

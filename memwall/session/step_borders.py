@@ -94,8 +94,8 @@ class StepBorders:
         """The model that was called last with gradients on."""
         self.input_shape: Shape = ()
         """That of the forward that is about to be called, or was called last."""
-        self.batch_shapes: tuple[Shape, ...] = ()
-        """Those of all tensors that it was called with, where these are known."""
+        self._called_with: tuple[Any, Any] = (), {}
+        """The arguments of the forward that is about to be called, while the hook before it runs."""
         self.turns = Turns(())
         """Those of the models in the step that has begun, or began last."""
         self._has_stepped = False
@@ -136,6 +136,11 @@ class StepBorders:
     def trains(self) -> bool:
         """Tells whether a forward that is called now is one of training."""
         return torch.is_grad_enabled() and self.within not in ("trial", "evaluation")
+
+    @property
+    def batch_shapes(self) -> tuple[Shape, ...]:
+        """Returns the shapes of all tensors that a model is about to be called with, where these are known."""
+        return batch_shapes(*self._called_with)
 
     @property
     def attached_model(self) -> nn.Module:
@@ -266,15 +271,19 @@ class StepBorders:
             return
         if self.is_unseen or (self.called is None and self._transformed_after == self.num_optimizer_steps):
             return  # of a step whose gradients torch.func computes too, and may go on to
-        self.drop_dry_run()
-        is_another = self.trains and self.begins_step(model)
-        self._end_by_hand()
-        if not self.trains:
+        if self.in_step:
+            self.drop_dry_run()
+        trains = self.trains
+        is_another = trains and self.begins_step(model)
+        if self.in_step:
+            self._end_by_hand()
+        if not trains:
             if not self.in_step:
                 self.goes_on, self.phase = False, "evaluation"
                 self._listener.evaluation_begins()
             return
-        self._watch_scaling()
+        if not self._is_watching_scaling:
+            self._watch_scaling()
         self.phase, self.called = "forward", model
         if not is_another:  # a further micro-batch of the same step, or another model's turn
             self._num_forwards += 1
@@ -326,16 +335,18 @@ class StepBorders:
 
     def _watch_scaling(self) -> None:
         """Hears of steps that loss scaling leaves out, from a class of torch's: hence only while something trains."""
-        if not self._is_watching_scaling:
-            self._is_watching_scaling = True
-            self._patches.wrap(torch.amp.GradScaler, "step", _weakly(self._around_scaled_step))
-            self._patches.wrap(torch.amp.GradScaler, "update", _weakly(self._after_scaling))
+        self._is_watching_scaling = True
+        self._patches.wrap(torch.amp.GradScaler, "step", _weakly(self._around_scaled_step))
+        self._patches.wrap(torch.amp.GradScaler, "update", _weakly(self._after_scaling))
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if current_node() is None and self.within != "trial":
             self.input_shape = input_shape(args, kwargs)
-            self.batch_shapes = batch_shapes(args, kwargs)
-            self.enter_forward(module)
+            self._called_with = args, kwargs
+            try:
+                self.enter_forward(module)
+            finally:
+                self._called_with = (), {}  # a batch is its loop's to keep
 
     def _before_saving(self, *_: Any) -> None:
         if not self.in_step:

@@ -14,7 +14,6 @@ from memwall.session.forward_redo import ForwardRedo
 from memwall.session.live_plan import LivePlan
 from memwall.session.loop.changes import LoopChanges
 from memwall.session.loop.evaluation_room import EvaluationRoom
-from memwall.session.loop.longer_batch import input_shape
 from memwall.session.loop.short_batches import SparedBlocks
 from memwall.session.loop.smaller_forwards import SmallerForwards
 from memwall.session.loop.turns import FirstTurns
@@ -255,12 +254,13 @@ class Steps:
             self.measured.begin_run(self.borders.attached_model)
         self._watch.start(self.live.budget_bytes)
         # What ended the last step has mostly read it already. What is shown of parameters is still to be taken off.
-        is_plain = self.measured.meter.device == "cpu" and not self.measured.shown_bytes()
+        is_plain = self.measured.meter.device == "cpu" and not self.live.in_effect.parameters.is_open
         self._peak_bytes = self.measured.meter.held().peak_bytes if is_plain else None
         self._watch.look(self._peak_bytes)
         self._note_engine_failure()
-        if self.live.in_effect.applied is not None:  # what a further forward of the step holds is in no account
-            self.live.in_effect.applied.spare(frozenset())
+        applied = self.live.in_effect.applied
+        if applied is not None and applied.blocks.spared:  # what a further forward of the step holds is in no account
+            applied.spare(frozenset())
         if self.failure is not None:
             self._tell_others()
             raise self.failure.without_frames()
@@ -288,7 +288,7 @@ class Steps:
         called_before_plan, self._called_before_plan = self._called_before_plan, None
         if called_before_plan is model:
             return forward_of(model)(*args, **kwargs)  # which comes here again, through what the plan has put around it
-        self._smaller.begin_forward(model, input_shape(args, kwargs))
+        self._smaller.begin_forward(model, args, kwargs)
         try:
             return self._forwards.run(model, forward, args, kwargs)
         except OutOfMemoryError as error:
@@ -323,25 +323,17 @@ class Steps:
         self._room.before_step()
         num_changes = self.live.in_effect.num_changes
         device = self._changes.layers.device
-        with self._ending_the_run():
-            check_not_captured(device)
-            self.live.in_effect.end_showing()
-            self.end_step()
-            self.recovery.agree(has_newcomer=self._changes.has_newcomer)
-            if self._changes.are_to_be_recorded(is_running=self.state == "running"):
-                self.live.stop_recording()
-                self.live.forget_plan()
-                self.recovery.forget_excess()
-                self.borders.await_all()
-                self.borders.let_go_optimizers()
-                self.state = "waiting"
-            if self.state == "waiting":
-                self._begin_run()
-            self.recovery.plan_again()
+        try:
+            self._find_plan(device)
+        except MemwallError as error:  # as `_ending_the_run` does, in each step and by fewer calls
+            self.failure = error.without_frames()
+            raise
         if self.state == "recording":
             self._spared.note_recorded()
+        is_on_device = self.measured.meter.device != "cpu"
         if self.state == "running":
-            self.live.in_effect.device_budget.begin_step()
+            if is_on_device:
+                self.live.in_effect.device_budget.begin_step()
             is_same = self.live.in_effect.num_changes == num_changes
             peak_bytes = self._peak_bytes if is_same else None
             if peak_bytes is None:
@@ -359,12 +351,33 @@ class Steps:
             if self._room.is_made:  # malloc may keep what a save or an evaluation has freed
                 self.live.in_effect.allocator.trim(generation=1)
             self.live.in_effect.applied.begin_step()
-            self._spared.begin_step(self.live.in_effect.applied)
+            if self.live.in_effect.applied.handlers:
+                self._spared.begin_step(self.live.in_effect.applied)
             if self.borders.is_stepped_by_hand:
                 self.live.in_effect.leave_room_in_step()
-            self.live.in_effect.device_budget.watch_step(can_be_redone=self._redo.is_used)
+            if is_on_device:
+                self.live.in_effect.device_budget.watch_step(can_be_redone=self._redo.is_used)
         self.log.begin_step()
         self._clock.begin(device)
+
+    def _find_plan(self, device: torch.device) -> None:
+        """Makes, keeps or changes the plan for the step that begins, or has that one recorded."""
+        check_not_captured(device)
+        self.live.in_effect.end_showing()
+        if self.state != "running":
+            self.end_step()
+        if self.live.ranks is not None:
+            self.recovery.agree(has_newcomer=self._changes.has_newcomer)
+        if self._changes.are_to_be_recorded(is_running=self.state == "running"):
+            self.live.stop_recording()
+            self.live.forget_plan()
+            self.recovery.forget_excess()
+            self.borders.await_all()
+            self.borders.let_go_optimizers()
+            self.state = "waiting"
+        if self.state == "waiting":
+            self._begin_run()
+        self.recovery.plan_again()
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Moves the state that has no room to disk, in a step that is recorded; in others gradients must be right.
@@ -374,7 +387,8 @@ class Steps:
         """
         if self.borders.in_step:
             self.live.in_effect.check_proofs()
-        self.live.in_effect.device_budget.optimizer_begins(optimizer, self.recovery.make_room)
+        if self.measured.meter.device != "cpu":
+            self.live.in_effect.device_budget.optimizer_begins(optimizer, self.recovery.make_room)
         if self.live.recorded is not None:
             self.live.recorded.before_optimizer(self.borders.optimizers)
 
@@ -389,14 +403,15 @@ class Steps:
             self._clock.end(is_first=is_first)
         peak_bytes = self.measured.end_step(is_planned=is_planned, is_first=is_first)
         self._watch.look(peak_bytes)
-        self.log.end_step(
-            peak_bytes,
-            self.live.trace,
-            self.live.plan,
-            is_first=is_first,
-            is_planned=is_planned,
-            budget_bytes=self.live.budget_bytes,
-        )
+        if self.log.on_step is not None:
+            self.log.end_step(
+                peak_bytes,
+                self.live.trace,
+                self.live.plan,
+                is_first=is_first,
+                is_planned=is_planned,
+                budget_bytes=self.live.budget_bytes,
+            )
         if is_planned and not self._spared.were_misjudged(self.measured.last_peak_bytes):
             self.recovery.end_step(self.measured.last_peak_bytes)
         if not self.borders.in_step and self._num_checked < self.measured.num_steps:

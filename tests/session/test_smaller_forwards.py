@@ -99,22 +99,22 @@ def test_forwards_are_noted_while_a_step_is_recorded_and_compared_under_the_plan
     engine = SimpleNamespace(move_from=shares.append)
     live = SimpleNamespace(recorded=object(), plan=None, in_effect=SimpleNamespace(applied=None))
     smaller = SmallerForwards(cast(Any, live))
-    smaller.begin_forward(model, (8, 64))
-    smaller.begin_forward(model, (8, 32))
-    smaller.begin_forward(other, (8, 16))
+    smaller.begin_forward(model, (torch.empty((8, 64)),), {})
+    smaller.begin_forward(model, (torch.empty((8, 32)),), {})
+    smaller.begin_forward(other, (torch.empty((8, 16)),), {})
     live.recorded, live.plan = None, plan_of(model, micro_batch=8)
     live.in_effect.applied = SimpleNamespace(engine=engine)
     for one, shape in ((model, (8, 64)), (model, (8, 16)), (other, (8, 16)), (other, (8, 8))):
-        smaller.begin_forward(one, shape)
+        smaller.begin_forward(one, (torch.empty(shape),), {})
     assert shares == [1.0, 0.25, 1.0, 0.25]
     shares.clear()
     with torch.no_grad():
-        smaller.begin_forward(model, (8, 16))
+        smaller.begin_forward(model, (torch.empty((8, 16)),), {})
     assert not shares
     live.plan = plan_of(model, Accumulate(micro_batch=2, num_micro_batches=4), micro_batch=8)
-    smaller.begin_forward(model, (2, 64))
-    smaller.begin_forward(model, (1, 64))
+    smaller.begin_forward(model, (torch.empty((2, 64)),), {})
+    smaller.begin_forward(model, (torch.empty((1, 64)),), {})
     assert shares == [1.0, 0.25]
     smaller.recording_begins()
-    smaller.begin_forward(model, (2, 16))
+    smaller.begin_forward(model, (torch.empty((2, 16)),), {})
     assert shares[2:] == [1.0]

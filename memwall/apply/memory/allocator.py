@@ -108,6 +108,8 @@ class AllocatorHandler:
         Where the loop has put new tensors in the place of old ones since, as an average of the weights, malloc may keep
         the old ones' memory, which they had before there was a heap: it goes back to the system first.
         """
+        if self._heap is None:
+            return
         if self._limit_bytes and self.live_bytes > self._most_begun_bytes + _RISE_BYTES:
             self._most_begun_bytes = self.live_bytes
             return_free_memory(generation=0)
@@ -130,6 +132,11 @@ class AllocatorHandler:
         if self._heap is None or not self._limit_bytes:
             return None
         return self._limit_bytes - self._most_others_bytes() - self._heap.figures().live_bytes
+
+    @property
+    def is_limited(self) -> bool:
+        """Says whether tensors have a heap that is held to a limit."""
+        return self._heap is not None and self._limit_bytes > 0
 
     @property
     def live_bytes(self) -> int:

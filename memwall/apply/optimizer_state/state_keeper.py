@@ -100,6 +100,8 @@ class StateKeeper:
     @property
     def failure(self) -> MemwallError | None:
         """Is the first transfer that failed in a step."""
+        if self._opened.held is None and self._low_bit is None and not self._rests:
+            return None  # as where a plan does nothing
         every = (self._opened.held, self._low_bit, *(one.held for one in self._resting))
         return next((kept.failure for kept in every if kept and kept.failure), None)
 

@@ -59,6 +59,11 @@ class ParameterKeeper:
         return self._opened.held
 
     @property
+    def is_open(self) -> bool:
+        """Says whether parameters have a place on disk, or may be shown from there."""
+        return self._opened.held is not None
+
+    @property
     def failure(self) -> MemwallError | None:
         """Is the first error in a backward."""
         return self._streaming.failure if self._streaming is not None else None

@@ -48,8 +48,8 @@ def is_too_large(shape: Shape, trace: Trace | None, plan: Plan | None) -> bool:
     What a step holds grows with the samples, and with their length squared where each position looks at all others.
     A device's allocator is held to the budget, and tells when that is not enough.
     """
-    if trace is None or plan is None:
-        return False
+    if trace is None or plan is None or shape == trace.input_shape:
+        return False  # as nearly always, and quickly found
     recorded, budget_bytes = trace.input_shape, plan.forecast.budget_bytes
     if trace.device != "cpu" or not budget_bytes or not recorded or len(shape) != len(recorded) or 0 in recorded:
         return False
@@ -57,6 +57,6 @@ def is_too_large(shape: Shape, trace: Trace | None, plan: Plan | None) -> bool:
     held_bytes = plan.forecast.steady_process_bytes
     passing_bytes = max(0, held_bytes - trace.base_bytes)
     if growth <= 1.0 or held_bytes + (growth - 1.0) * passing_bytes <= budget_bytes:
-        return False  # as nearly always, and quickly found
+        return False
     standing_bytes = sum(s.nbytes for s in trace.steps[0].storages if s.category in ("parameter", "buffer"))
     return held_bytes + (growth - 1.0) * max(0, passing_bytes - standing_bytes) > budget_bytes

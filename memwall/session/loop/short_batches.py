@@ -57,7 +57,7 @@ class ShortBatches:
                 known = blocks.get(path, _Treated(path, 0, 0.0))
                 saved_bytes = known.saved_bytes + (action.saved_bytes or self._passing_bytes)  # unknown: all there is
                 blocks[path] = _Treated(path, saved_bytes, known.cost_seconds + (action.cost_seconds or 0.0))
-        self._blocks = sorted(blocks.values(), key=lambda one: -one.cost_seconds / max(1, one.saved_bytes))
+        self.blocks = sorted(blocks.values(), key=lambda one: -one.cost_seconds / max(1, one.saved_bytes))
 
     def spared(self, shapes: tuple[Shape, ...]) -> frozenset[str]:
         """Returns the paths of the blocks that a step with such a batch leaves alone.
@@ -66,12 +66,12 @@ class ShortBatches:
         holds at any instant is a part that no length changes and, at most, its share of all else. What spared blocks
         save beside that has to fit into the share that is missing.
         """
-        growth = _growth(shapes, self._recorded) if self._blocks else None
+        growth = _growth(shapes, self._recorded)
         if growth is None:
             return frozenset()
         room_bytes = (1.0 / growth - 1.0) * self._passing_bytes
         found = set()
-        for block in self._blocks:
+        for block in self.blocks:
             if block.saved_bytes <= room_bytes:
                 found.add(block.path)
                 room_bytes -= block.saved_bytes
@@ -120,7 +120,7 @@ class SparedBlocks:
             return
         if self._short is None or self._short.plan is not plan:
             self._short = ShortBatches(trace, plan, self._recorded)
-        if self._borders.had_one_forward:
+        if self._short.blocks and self._borders.had_one_forward:
             applied.spare(self._short.spared(self._borders.batch_shapes))
             self._are_there = bool(applied.blocks.spared)
 

@@ -7,6 +7,7 @@ blocks in memory that the plan counts on having on disk.
 
 import math
 from collections.abc import Collection
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from memwall.planning.planfile import Plan
 from memwall.session.live_plan import LivePlan
-from memwall.session.loop.longer_batch import Shape, growth_of
+from memwall.session.loop.longer_batch import Shape, growth_of, input_shape
 
 
 class SmallerForwards:
@@ -29,15 +30,16 @@ class SmallerForwards:
         """Forgets the forwards of an earlier recording."""
         self._recorded.clear()
 
-    def begin_forward(self, model: nn.Module, shape: Shape) -> None:
+    def begin_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Notes a forward that is recorded, or fits what moves in one under a plan to its size."""
         if not torch.is_grad_enabled():  # which saves nothing
             return
         if self._live.recorded is not None:
-            self._recorded.setdefault(model, set()).add(shape)
+            self._recorded.setdefault(model, set()).add(input_shape(args, kwargs))
             return
         applied, plan = self._live.in_effect.applied, self._live.plan
         if applied is not None and applied.engine is not None and plan is not None:
+            shape = input_shape(args, kwargs)
             applied.engine.move_from(least_share(shape, _planned_for(plan, self._recorded.get(model))))
 
 

@@ -57,13 +57,14 @@ class Turns:
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that an optimizer has stepped."""
-        models: set[int] = set()
-        if len(self._all) > 1:
-            ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            models.update(*(self._models_of.get(each, ()) for each in ids))
+        self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
+        if len(self._all) == 1:
+            self._stepped |= self._all
+            return
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        models: set[int] = set().union(*(self._models_of.get(each, ()) for each in ids))
         self._stepped |= models or self._all  # an optimizer may hold its own copies, as DeepSpeed's do
         self._idle -= self._stepped
-        self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
         if max(self._counts.values()) >= _MOST_TURNS:
             self._idle |= (self._called | self._awaited) - self._stepped
             self._awaited -= self._idle

@@ -17,14 +17,14 @@ _log = logging.getLogger(__name__)
 _LEAST_BYTES = 32 << 20
 _SOON_STEPS = 10_000
 """Steps after which a disk would be full, for that to be said: a run saves now and then, and disks are large."""
-_EVERY = 2
+_EVERY = 4
 """Steps from one look to the next: a look takes as long as all else that is watched."""
 _SLOW_SECONDS, _TRIED = 0.2e-3, 8
 """Seconds that the fastest of the first looks may take: a disk of the network that takes longer is left alone then."""
 
 
 class DiskSpaceWatch:
-    """Looks at what is free where a run writes, every second step, and says once of each disk that it fills up.
+    """Looks at what is free where a run writes, every fourth step, and says once of each disk that it fills up.
 
     Args:
         places: returns folders on the disks; two may be on the same.

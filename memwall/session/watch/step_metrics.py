@@ -90,15 +90,13 @@ class StepLog:
         is_planned: bool,
         budget_bytes: int,
     ) -> None:
-        """Notes a step that has ended, or gone on with a further optimizer's.
+        """Notes a step that has ended, or gone on with a further optimizer's; to be called once somebody asks.
 
         Args:
             trace: of the step that the plan was made from; None where none was recorded, or there is none.
             plan: the one that stands; None before there is one.
             is_first: whether its first optimizer has stepped.
         """
-        if self.on_step is None:
-            return
         if is_first:
             self.flush()
         elif self._waiting is not None:

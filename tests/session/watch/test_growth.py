@@ -296,7 +296,7 @@ def test_a_disk_that_a_file_fills_is_said_within_20_steps_with_the_file(
         watched([MIB] * 21, step=step, disk=str(tmp_path))
     message = caplog.messages[0]
     assert "has 4.0 MiB less free with each step, and is full in about 2" in message
-    assert "all.log has grown by 8.0 MiB in 2 of them" in message
+    assert "all.log has grown by 16.0 MiB in 4 of them" in message
 
 
 def test_of_files_that_are_closed_again_none_is_named(
