@@ -26,6 +26,13 @@ PATCHES = "memwall/patches.py"
 
 MUTATIONS = (
     Mutation(
+        "the actions of a plan that is made again do not prove themselves",
+        "memwall/session/plan_in_effect.py",
+        "        applied.apply()\n",
+        "        applied.apply()\n        applied._num_steps = 2 * (self.num_changes > 0)\n",
+        ("tests/apply/test_proofs.py",),
+    ),
+    Mutation(
         "the records of a step are made while pages that its tensors have left are resident",
         "memwall/session/recorded_step.py",
         "self._allocator.trim()  # first: the records",
@@ -35,7 +42,7 @@ MUTATIONS = (
     Mutation(
         "the state of an optimizer that the script has let go stays, and keeps parameters off the disk",
         "memwall/session/steps.py",
-        "                self.borders.let_go_optimizers()\n",
+        "            self.borders.let_go_optimizers()\n",
         "",
         ("tests/session/test_stages.py",),
     ),
