@@ -5,8 +5,8 @@
 Each script runs free first. Then it runs under 70 % of its free peak, and under the smallest budget that a refusal of
 64 MiB names; where that is refused later, as when a longer batch came, under the one that this refusal names. Its
 memory is sampled from outside, over the whole process tree; its trained weights are compared bit by bit with those of
-the free run. What did not hold is in the table, too. Each row goes to results/cpu/compat.json as soon as it is there,
-and docs/scripts.md is written anew from all of them.
+the free run. What did not hold is in the table, too; a script that the time limit ends has no new row. Each row goes to
+results/cpu/compat.json as soon as it is there, and docs/scripts.md is written anew from all of them.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "compat"))
 from revision import commit  # noqa: E402
-from tree_memory import Observed, observed  # noqa: E402
+from tree_memory import Observed, TimeLimitError, observed  # noqa: E402
 
 SCRIPTS = ROOT / "tests" / "compat" / "scripts"
 OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "compat.json"
@@ -165,8 +165,13 @@ def num_refusals(run: dict[str, Any] | None) -> int:
     return 0 if run is None else int(run.get("num_refusals", 1))
 
 
-def main() -> None:
-    """Measures the scripts that are named, or all, and writes each row when it is there."""
+def main() -> int:
+    """Measures the scripts that are named, or all, and writes each row when it is there.
+
+    Returns:
+        1 where the time limit ended a run, whose script keeps the row that it had.
+    """
+    status = 0
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     given = parser.parse_args()
@@ -179,14 +184,20 @@ def main() -> None:
         if missing:
             print(f"{script.stem}: left out, not installed: {', '.join(missing)}", flush=True)
             continue
-        row = measured(script) | {"packages": packages(script)}
+        try:
+            row = measured(script) | {"packages": packages(script)}
+        except TimeLimitError as error:
+            print(f"{script.stem}: no new row: {error}", flush=True)
+            status = 1
+            continue
         row |= {"commit": commit(), "torch": torch.__version__, "machine": platform.machine()}
         record = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {"tag": "cpu-measured", "scripts": {}}
         record["scripts"][script.stem] = row
         OUTPUT.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
         PAGE.write_text(page(record["scripts"]))
         print(line(script.stem, row), flush=True)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

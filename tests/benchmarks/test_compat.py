@@ -67,6 +67,20 @@ def test_refusals_are_followed_until_one_holds(monkeypatch: pytest.MonkeyPatch, 
     assert (row["told"]["budget_bytes"], row["told"]["num_refusals"], compat.is_kept(row)) == (300 * MIB, 2, True)
 
 
+def test_a_row_that_the_time_limit_ends_is_said_and_not_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def observed(script: Path, **_: Any) -> compat.Observed:
+        raise compat.TimeLimitError(f"{script.name} was ended by the time limit after 900 s")
+
+    before = compat.OUTPUT.read_text()
+    monkeypatch.setattr(compat, "observed", observed)
+    monkeypatch.setattr("sys.argv", ["compat.py", "small"])
+    assert compat.main() == 1
+    assert "small: no new row: small.py was ended by the time limit after 900 s" in capsys.readouterr().out
+    assert compat.OUTPUT.read_text() == before
+
+
 def test_what_a_script_needs_and_is_not_installed_is_named(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import json\nimport torch\nimport no_such.part\nfrom numpy.linalg import norm\n")

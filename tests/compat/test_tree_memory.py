@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import compat  # noqa: F401, puts tests/compat on the path
 import psutil
 import pytest
-from tree_memory import _resident_bytes
+from tree_memory import TimeLimitError, _resident_bytes, observed
 
 pytestmark = pytest.mark.slow
 
@@ -38,3 +39,9 @@ def test_a_child_of_its_own_is_counted() -> None:
         assert _resident_bytes(me) - me.memory_info().rss > 50 * _MIB
     finally:
         child.communicate(b"\n")
+
+
+def test_a_command_that_the_time_limit_ends_has_no_result(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text("while True:\n    pass\n")
+    with pytest.raises(TimeLimitError, match=r"endless\.py was ended by the time limit after"):
+        observed(tmp_path / "endless.py", folder=tmp_path, limit_seconds=0.7)

@@ -11,13 +11,20 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Observed", "observed"]
+__all__ = ["Observed", "TimeLimitError", "observed"]
 
 _INTERVAL_SECONDS = 0.02
+_LIMIT_SECONDS = 240
+_SHARED_BY = 5
+"""Times as long by the clock as by the processor a command may take: others may use the machine as well."""
 
 _LIBC = ctypes.CDLL(None)
 _KCMP, _KCMP_VM = {"x86_64": 312, "aarch64": 272}, 1
 """Numbers of the system call that compares what two processes have, and of their memory for it."""
+
+
+class TimeLimitError(Exception):
+    """Says that a command was ended by the time limit: what it would have come to is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +50,18 @@ def observed(
     *options: str,
     folder: Path,
     budget: str | None = None,
-    timeout: float = 240,
+    limit_seconds: float = _LIMIT_SECONDS,
     arguments: Sequence[str] = (),
 ) -> Observed:
     """Returns what a script did: under plain Python, or under `memwall run` where there is a budget.
 
     Args:
         folder: where it runs; its output goes there.
-        timeout: seconds after which it is ended, by signal 9: its status is -9 then.
+        limit_seconds: those of the processor after which it is ended, or five times as many by the clock.
         arguments: those of the script itself.
+
+    Raises:
+        TimeLimitError: it was ended.
     """
     command = [sys.executable, str(script), *arguments]
     if budget is not None:
@@ -64,8 +74,10 @@ def observed(
         try:
             while process.poll() is None:
                 peak_bytes = max(peak_bytes, _resident_bytes(process))
-                if time.monotonic() - begin > timeout:
-                    break
+                used = _processor_seconds(process)
+                if used > limit_seconds or time.monotonic() - begin > _SHARED_BY * limit_seconds:
+                    ended_after = f"{time.monotonic() - begin:,.0f} s, {used:,.0f} s of them of the processor"
+                    raise TimeLimitError(f"{' '.join(command[1:])} was ended by the time limit after {ended_after}")
                 time.sleep(_INTERVAL_SECONDS)
         finally:
             if process.poll() is None:
@@ -78,6 +90,14 @@ def observed(
         output=(folder / "stdout").read_text(errors="replace"),
         errors=(folder / "stderr").read_text(errors="replace"),
     )
+
+
+def _processor_seconds(process: psutil.Process) -> float:
+    """Returns what a process and those of its children that have ended took of the processor."""
+    try:
+        return sum(process.cpu_times()[:4])
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0.0
 
 
 def _resident_bytes(process: psutil.Process) -> int:
