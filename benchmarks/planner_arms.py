@@ -80,16 +80,19 @@ class Problem:
         """Returns the problem with the next tier, or without it where there is no memory for bytes on their way."""
         trace, costs = self.planned.trace, self.planned.costs
         has_link = window_bytes > 0
-        menu_costs = Costs(
-            copy_seconds_per_byte=costs.copy_seconds_per_byte, min_bytes=MIN_MOVED_BYTES, can_offload=has_link
-        )
-        menus = build_menus(trace, self.model, menu_costs)
         link = Link(
             write_bytes_per_second=costs.write_bytes_per_second,
             read_bytes_per_second=costs.read_bytes_per_second,
             window_bytes=window_bytes,
             capacity_bytes=_TIER_BYTES,
         )
+        menu_costs = Costs(
+            copy_seconds_per_byte=costs.copy_seconds_per_byte,
+            min_bytes=MIN_MOVED_BYTES,
+            can_offload=has_link,
+            link=link if has_link else None,
+        )
+        menus = build_menus(trace, self.model, menu_costs)
         instance = build_instance(self.model, menus, budget_bytes=0, device=DEVICE, link=link if has_link else None)
         return Side(menus, instance)
 

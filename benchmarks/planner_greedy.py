@@ -9,10 +9,11 @@ simulated afresh, which would take longer than the mixed-integer program.
 from collections.abc import Iterator
 
 import numpy as np
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from memwall.planning.solver.evaluate import evaluate
-from memwall.planning.solver.instance import Choice, Instance
+from memwall.planning.solver.instance import Choice, Instance, Leaving
 from memwall.planning.solver.solve import knob_choices
 
 __all__ = ["solve_greedy"]
@@ -59,12 +60,19 @@ class _Table:
         self.held: _Bytes = np.zeros((len(rows), len(blocks), num_options), dtype=np.int64)
         self.fixed: _Bytes = np.array([row.fixed_bytes for row in rows], dtype=np.int64)
         self.moved: _Bytes = np.zeros((len(blocks), num_options), dtype=np.int64)
+        self.hidden: _Bytes = np.zeros((len(blocks), num_options), dtype=np.int64)
         self.seconds: _Seconds = np.zeros((len(blocks), num_options))
+        self.leaving: dict[str, _Seconds] = {
+            name: np.full((len(blocks), num_options), value) for name, value in asdict(Leaving()).items()
+        }
         self.exists = np.zeros((len(blocks), num_options), dtype=np.bool_)
         for i, block in enumerate(blocks):
             count = len(block.options)
             self.moved[i, :count] = [option.moved_bytes for option in block.options]
+            self.hidden[i, :count] = [option.hidden_bytes for option in block.options]
             self.seconds[i, :count] = [option.extra_seconds for option in block.options]
+            for name, figures in self.leaving.items():
+                figures[i, :count] = [getattr(option.leaving, name) for option in block.options]
             self.exists[i, :count] = True
             for r, row in enumerate(rows):
                 self.held[r, i, :count] = row.held[i]
@@ -93,45 +101,44 @@ class _Table:
         # block is a linear step in (max, +). So states before each block and gains from each block to the end give
         # every single change in one step: what evaluate does with a queue, but without walking the chain per change.
         assert self.link is not None
-        speed, window = self.link.write_bytes_per_second, self.link.window_bytes
-        queueable = np.minimum(self.moved, window)
-        direct_seconds = (self.moved - queueable) / speed
-        room_seconds = (window - queueable) / speed
-        queue_seconds = queueable / speed
+        figures, forward = self.leaving, self.forward[:, None]
+        ready_ready, ready_done = forward + figures["wait_seconds"], forward + figures["wait_behind_seconds"]
+        done_ready, done_done = figures["done_seconds"], figures["done_behind_seconds"]
         count = len(choice)
         ready, done = np.zeros(count), np.zeros(count)
-        from_ready, from_done = np.zeros(count + 1), np.zeros(count + 1)
-        at, end = 0.0, 0.0
+        at = end = 0.0
         for i, o in enumerate(choice):
             ready[i], done[i] = at, end
-            sent = max(at, end) + float(direct_seconds[i, o])
-            at = max(at + float(self.forward[i]), sent - float(room_seconds[i, o]))
-            end = max(sent, at) + float(queue_seconds[i, o])
-        at, end = 0.0, 0.0
+            at, end = (
+                max(at + float(ready_ready[i, o]), end + float(ready_done[i, o])),
+                max(at + float(done_ready[i, o]), end + float(done_done[i, o])),
+            )
+        from_ready, from_done = np.zeros(count + 1), np.zeros(count + 1)
+        # At the end a disk's queue runs empty; what a device's has left never leaves.
+        from_done[count] = 0.0 if self.link.piece_bytes else -np.inf
         for i in range(count - 1, -1, -1):
             o = choice[i]
-            gain = max(at, float(queue_seconds[i, o]) + end)
-            end = float(direct_seconds[i, o]) + max(gain - float(room_seconds[i, o]), float(queue_seconds[i, o]) + end)
-            at = max(float(self.forward[i]) + gain, end)
-            from_ready[i], from_done[i] = at, end
-        sent_all = np.maximum(ready, done)[:, None] + direct_seconds
-        ready_all = np.maximum((ready + self.forward)[:, None], sent_all - room_seconds)
-        done_all = np.maximum(sent_all, ready_all) + queue_seconds
+            after_ready, after_done = from_ready[i + 1], from_done[i + 1]
+            from_ready[i] = max(float(ready_ready[i, o]) + after_ready, float(done_ready[i, o]) + after_done)
+            from_done[i] = max(float(ready_done[i, o]) + after_ready, float(done_done[i, o]) + after_done)
+        ready_all = np.maximum(ready[:, None] + ready_ready, done[:, None] + ready_done)
+        done_all = np.maximum(ready[:, None] + done_ready, done[:, None] + done_done)
         total = np.maximum(ready_all + from_ready[1:, None], done_all + from_done[1:, None])
         return np.asarray(total - self.forward.sum())
 
     def _read_stalls_after(self, choice: _Bytes) -> _Seconds:
+        # All changes walk the chain side by side, each with what the link has left beside the block before.
         assert self.link is not None
-        speed, window = self.link.read_bytes_per_second, float(self.link.window_bytes)
-        here = np.arange(len(choice))
-        ahead_bytes = np.minimum(window, speed * (self.backward[:, None] + self.seconds))
-        given = np.append(ahead_bytes[here, choice][1:], 0.0)
-        own = np.maximum(0.0, self.moved - given[:, None]) / speed
-        own_now = own[here, choice]
-        before = np.insert(self.moved[here, choice][:-1], 0, 0)
-        neighbour = np.maximum(0.0, before[:, None] - ahead_bytes) / speed
-        neighbour_now = np.insert(own_now[:-1], 0, 0.0)
-        return np.asarray(own_now.sum() - (own_now + neighbour_now)[:, None] + own + neighbour)
+        reads = self.moved / self.link.read_bytes_per_second
+        leads = (self.moved - self.hidden) / self.link.read_bytes_per_second
+        own = self.backward[:, None] + self.seconds - reads
+        stalls, idle = np.zeros(self.moved.shape), np.zeros(self.moved.shape)
+        for i in range(len(choice) - 1, -1, -1):
+            lead, read, left = (np.full(stalls.shape, each[i, choice[i]]) for each in (leads, reads, own))
+            lead[i], read[i], left[i] = leads[i], reads[i], own[i]
+            stalls += np.maximum(0.0, lead - idle)
+            idle = np.maximum(0.0, left + np.clip(idle, lead, read))
+        return stalls
 
 
 def _descend(table: _Table, start: tuple[int, ...], budget_bytes: int) -> tuple[int, ...]:

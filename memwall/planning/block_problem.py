@@ -1,15 +1,16 @@
 """The menu of each block and the memory rows: from a step to the instance that solvers work on, and back to actions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memwall.planning.action import Action
-from memwall.planning.menu import Costs, Menu
+from memwall.planning.link_waits import Passing, hidden_bytes, leaving, passing
+from memwall.planning.menu import WINDOW_BYTES, Costs, Menu
 from memwall.planning.one_recording.step_rows import StepRows
-from memwall.planning.solver.instance import BlockOptions, Choice, Instance, Link, Option, Row
+from memwall.planning.solver.instance import BlockOptions, Choice, Instance, Leaving, Link, Option, Row
 from memwall.planning.technique import techniques
 from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.treatment import StepModel
@@ -29,10 +30,19 @@ def build_menus(trace: Trace, model: StepModel, costs: Costs, rows: StepRows | N
         rows: those of the model, where they are known already.
     """
     rows = rows or StepRows(model, trace.device)
-    return tuple(_menu(trace, model, block, costs, rows) for block in model.blocks)
+    anywhere = Treatment(offload=True, min_bytes=costs.min_bytes)
+    largest_bytes = max(
+        (nbytes for block in model.blocks for nbytes in _moved_bytes(model, block, anywhere)), default=0
+    )
+    return tuple(_menu(trace, model, block, costs, rows, largest_bytes) for block in model.blocks)
 
 
-def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, rows: StepRows) -> Menu:
+def _moved_bytes(model: StepModel, block: BlockCalls, treatment: Treatment) -> Iterator[int]:
+    for call, saved in zip(block.calls, block.saved, strict=True):
+        yield from (part.link_bytes for part in model.moved(call, saved, treatment).values())
+
+
+def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, rows: StepRows, largest_bytes: int) -> Menu:
     options = [Option(name="keep", extra_seconds=0.0, moved_bytes=0)]
     treatments: list[Treatment | None] = [None]
     moved: dict[str, int] = {}
@@ -40,10 +50,11 @@ def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, rows:
         if (technique.tag, block.path) in costs.lost:
             continue
         for name, treatment, than in technique.block_options(trace, model, block, costs, tuple(moved)):
-            seconds, moved[name] = _price(model, block, treatment, costs)
+            option = _priced(name, model, block, treatment, costs, largest_bytes)
+            moved[name] = option.moved_bytes
             most_bytes = moved.get(than, math.inf)
             if not treatment.offload or 0 < moved[name] < most_bytes:
-                options.append(Option(name=name, extra_seconds=seconds, moved_bytes=moved[name]))
+                options.append(option)
                 treatments.append(treatment)
     number = model.blocks.index(block)
     op_names = tuple(model.names[model.step.ops[op].name] for op in model.counted_ops(block.calls[block.first_trained]))
@@ -54,12 +65,15 @@ def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, rows:
         treatments=tuple(treatments),
         op_names=op_names,
         freed_bytes=freed,
-        window_bytes=costs.window_bytes,
+        window_bytes=costs.link.window_bytes if costs.link is not None else WINDOW_BYTES,
     )
 
 
-def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Costs) -> tuple[float, int]:
-    seconds, link_bytes, num_packed = 0.0, 0, 0
+def _priced(
+    name: str, model: StepModel, block: BlockCalls, treatment: Treatment, costs: Costs, largest_bytes: int
+) -> Option:
+    seconds, begin_seconds, moved_bytes, beside_bytes, num_packed = 0.0, 0.0, 0, 0, 0
+    parts: list[Passing] = []
     step = model.step
     for call, saved in zip(block.calls, block.saved, strict=True):
         if call.backward_start < 0:
@@ -76,11 +90,22 @@ def _price(model: StepModel, block: BlockCalls, treatment: Treatment, costs: Cos
             python_seconds = _not_hidden(python_seconds, device_seconds, launch_seconds)
         seconds += python_seconds
         if treatment.offload:
-            moved = model.moved(call, saved, treatment).values()
-            link_bytes += sum(part.link_bytes for part in moved)
-            num_packed += sum(part.num_packed for part in moved)
-    moving_seconds = link_bytes * costs.copy_seconds_per_byte + num_packed * (costs.pack_seconds_per_element or 0.0)
-    return seconds + moving_seconds * costs.num_passes, link_bytes
+            moved = model.moved(call, saved, treatment)
+            moved_bytes += sum(part.link_bytes for part in moved.values())
+            num_packed += sum(part.num_packed for part in moved.values())
+            if costs.link is not None:
+                own_parts = passing(step, call, () if treatment.recompute else saved, moved)
+                beside_bytes += hidden_bytes(own_parts, costs.link)
+                parts += (part._replace(left_seconds=begin_seconds + part.left_seconds) for part in own_parts)
+                begin_seconds += sum(op.seconds for op in step.ops[call.start : call.end])
+    moving_seconds = moved_bytes * costs.copy_seconds_per_byte + num_packed * (costs.pack_seconds_per_element or 0.0)
+    return Option(
+        name=name,
+        extra_seconds=seconds + moving_seconds * costs.num_passes,
+        moved_bytes=moved_bytes,
+        hidden_bytes=beside_bytes,
+        leaving=leaving(parts, costs.link, largest_bytes) if costs.link is not None else Leaving(),
+    )
 
 
 def _not_hidden(python_seconds: float, device_seconds: float, launch_seconds: float) -> float:
@@ -156,10 +181,10 @@ def treatments_of_choice(menus: Sequence[Menu], choice: Choice) -> dict[str, Tre
 def block_actions(menus: Sequence[Menu], choice: Choice, device: str) -> list[Action]:
     """Returns the actions that carry out a choice: in block order, what runs again first, then what leaves."""
     staying: list[Action] = []
-    leaving: list[Action] = []
+    moving: list[Action] = []
     for menu, number in zip(menus, choice.options, strict=True):
         for technique in techniques():
             action = technique.block_action(menu, number, device)
             if action is not None:
-                (leaving if technique.uses_tier else staying).append(action)
-    return staying + leaving
+                (moving if technique.uses_tier else staying).append(action)
+    return staying + moving

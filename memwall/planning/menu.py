@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from memwall.planning.solver.instance import Option
+from memwall.planning.solver.instance import Link, Option
 from memwall.predict.call_rules import BlockCalls, Treatment
 
 WINDOW_BYTES = 32 << 20
@@ -23,8 +23,8 @@ class Costs(Struct, frozen=True, kw_only=True):
     """For floating-point numbers that leave in a byte each, out and back; None where they may not."""
     runs_ahead: bool = False
     """Whether operations run on a device behind the host, whose own work is hidden as long as the device is busy."""
-    window_bytes: int = WINDOW_BYTES
-    """Memory for bytes on their way out."""
+    link: Link | None = None
+    """The way to the next tier, for what is waited for there; None where nothing is."""
     lost: tuple[tuple[str, str], ...] = ()
     """Actions, by tag and block, that a run found to change the training: they are not offered again."""
     num_passes: int = 1

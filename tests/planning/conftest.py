@@ -20,6 +20,7 @@ from zoo import MODELS, Case, trained_parameters
 from memwall.errors import InfeasibleError
 from memwall.machine.hardware import Hardware, hardware_named
 from memwall.machine.tiers import Machine, Tier
+from memwall.planning.link_waits import Passing, hidden_bytes, leaving
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.solver.evaluate import Evaluation, evaluate
@@ -34,19 +35,35 @@ MIB = 1 << 20
 
 
 def _random_instance(rng: random.Random, num_blocks: int, most_options: int = 4) -> Instance:
+    link = Link(
+        write_bytes_per_second=rng.choice([2.0, 10.0, 50.0]),
+        read_bytes_per_second=rng.choice([2.0, 10.0, 50.0]),
+        window_bytes=rng.choice([0, 10, 40, 1000]),
+        capacity_bytes=rng.choice([50, 100, 10**6]),
+        piece_bytes=rng.choice([0, 3]),
+    )
     blocks = []
     for index in range(num_blocks):
+        forward_seconds, backward_seconds = rng.uniform(0.0, 3.0), rng.uniform(0.0, 6.0)
         options = [Option(name="keep", extra_seconds=0.0, moved_bytes=0)]
         for name in rng.sample(["select-1", "full", "offload", "full+offload"], rng.randint(0, most_options - 1)):
-            moved_bytes = rng.randint(1, 60) if "offload" in name else 0
-            extra_seconds = rng.choice([0.0, rng.uniform(0.0, 3.0)])
-            options.append(Option(name=name, extra_seconds=extra_seconds, moved_bytes=moved_bytes))
+            num_parts = rng.randint(1, 3) if "offload" in name else 0
+            left = sorted(rng.uniform(0.0, forward_seconds) for _ in range(num_parts))
+            parts = [Passing(rng.randint(1, 30), at, rng.uniform(0.0, backward_seconds)) for at in left]
+            option = Option(
+                name=name,
+                extra_seconds=rng.choice([0.0, rng.uniform(0.0, 3.0)]),
+                moved_bytes=sum(part.link_bytes for part in parts),
+                hidden_bytes=hidden_bytes(parts, link),
+                leaving=leaving(parts, link, 30),
+            )
+            options.append(option)
         blocks.append(
             BlockOptions(
                 path=f"blocks.{index}",
                 options=tuple(options),
-                forward_seconds=rng.uniform(0.0, 3.0),
-                backward_seconds=rng.uniform(0.0, 6.0),
+                forward_seconds=forward_seconds,
+                backward_seconds=backward_seconds,
             )
         )
     rows = tuple(
@@ -56,12 +73,6 @@ def _random_instance(rng: random.Random, num_blocks: int, most_options: int = 4)
             held=tuple((rng.randint(0, 80), *(rng.randint(-3, 60) for _ in block.options[1:])) for block in blocks),
         )
         for index in range(rng.randint(1, 6))
-    )
-    link = Link(
-        write_bytes_per_second=rng.choice([2.0, 10.0, 50.0]),
-        read_bytes_per_second=rng.choice([2.0, 10.0, 50.0]),
-        window_bytes=rng.choice([0, 10, 40, 1000]),
-        capacity_bytes=rng.choice([50, 100, 10**6]),
     )
     instance = Instance(blocks=tuple(blocks), rows=rows, budget_bytes=0, link=link if rng.random() < 0.8 else None)
     keep_all_bytes = evaluate(instance, (0,) * num_blocks).peak_bytes

@@ -55,7 +55,7 @@ def test_milp_equals_the_cheapest_of_all_choices(
     monkeypatch.setattr(milp, "_MOST_SOLVES", 1)
     rng = random.Random(12)
     num_feasible = num_stalling = 0
-    for _ in range(400):
+    for _ in range(420):
         instance = random_instance(rng, rng.randint(1, 5))
         best = min((v for v in all_verdicts(instance) if v.fits), key=lambda v: v.extra_seconds, default=None)
         choice = solve_milp(instance, gap_share_of_step=0.0)

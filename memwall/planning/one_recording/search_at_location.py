@@ -37,6 +37,7 @@ from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.evaluation import copying_bytes
 from memwall.predict.process import Resident
 from memwall.predict.treatment import StepModel
+from memwall.store.transfer import DEFAULT_BLOCK_BYTES
 from memwall.trace.records import Step
 
 # What each operation of a further micro-batch costs besides its arithmetic: dispatch and launch.
@@ -256,17 +257,6 @@ class SearchAtLocation:
 
     def _instance(self, batch: _Batch, window_bytes: int) -> tuple[tuple[Menu, ...], Instance]:
         machine = self._trace.machine
-        costs = Costs(
-            copy_seconds_per_byte=machine.copy_seconds_per_byte,
-            min_bytes=MIN_MOVED_BYTES,
-            can_offload=window_bytes > 0,
-            pack_seconds_per_element=machine.pack_seconds_per_element if self._packs else None,
-            runs_ahead=self._trace.device != "cpu",
-            num_passes=batch.num_parts,
-            window_bytes=window_bytes or WINDOW_BYTES,
-            lost=self._settings.lost,
-        )
-        menus = build_menus(self._trace, batch.model, costs, batch.rows)
         tier, link = machine.next_tier if window_bytes else None, None
         if tier is not None:
             # A block's seconds are those of all parts, its bytes those of one, which pass as often as there are parts.
@@ -275,7 +265,19 @@ class SearchAtLocation:
                 read_bytes_per_second=tier.read_bytes_per_second / batch.num_parts,
                 window_bytes=window_bytes,
                 capacity_bytes=self._inputs.capacity_bytes - self._location.held_bytes if self._inputs.may_write else 0,
+                piece_bytes=DEFAULT_BLOCK_BYTES if tier.name == "disk" else 0,
             )
+        costs = Costs(
+            copy_seconds_per_byte=machine.copy_seconds_per_byte,
+            min_bytes=MIN_MOVED_BYTES,
+            can_offload=window_bytes > 0,
+            pack_seconds_per_element=machine.pack_seconds_per_element if self._packs else None,
+            runs_ahead=self._trace.device != "cpu",
+            num_passes=batch.num_parts,
+            link=link,
+            lost=self._settings.lost,
+        )
+        menus = build_menus(self._trace, batch.model, costs, batch.rows)
         device = self._trace.device
         return menus, build_instance(batch.model, menus, budget_bytes=0, device=device, link=link, rows=batch.rows)
 

@@ -6,18 +6,16 @@ used.
 How the link is timed, conservatively where the executor is free to do better:
 
 - Writing and reading are independent directions, each at its own constant speed.
-- Forward: a block's moved bytes enter the out-queue when its forward ends, and drain during the forwards that follow.
-  The queue never holds more than `window_bytes`; until there is room the executor waits, and that wait is a stall.
-- What a block moves beyond `window_bytes` can't wait in the queue at all. It leaves during the block's own forward,
-  behind what was queued before it; what that forward has no time for is a stall.
-- Between the last forward and the first backward the queue must run empty. All of that is a stall: the seconds of the
-  loss are not known here and are not counted as time to drain in.
-- Backward: a block's bytes must all be back when its backward starts. The executor reads one block ahead, so they are
-  read from the start of the backward of the block after it (in forward order), for that block's backward seconds plus
-  its option's extra seconds, because recomputation happens there. No more than `window_bytes` are read ahead: the
-  rest has no memory to land in before the block's own turn. What is missing then is a stall. Nothing runs before the
-  last block's backward, so whatever it moves is waited for in full.
-- Waiting for one block's bytes is not used to read another's.
+- Forward: a block's tensors enter the out-queue as they are saved, and leave beside the forwards that go on. More than
+  `window_bytes` are never under way: until there is room the executor waits, and that wait is a stall. What that makes
+  of a queue says each option (`Leaving`).
+- Between the last forward and the first backward the queue of a disk must run empty. All of that is a stall: the
+  seconds of the loss are not known here and are not counted as time to drain in.
+- Backward: the executor asks for a block's bytes when the backward of the block after it (in forward order) starts, and
+  they are read in the order backward takes them, behind what that block itself still reads. The link is free for them
+  in what it leaves of that block's backward seconds plus its option's extra seconds, because recomputation happens
+  there. Of what is not back when the block's own backward starts, `hidden_bytes` are read beside it, and the rest is a
+  stall. Nothing runs before the last block's backward.
 """
 
 from collections.abc import Iterable, Sequence
@@ -90,26 +88,28 @@ def cheapest(instance: Instance, proposals: Iterable[tuple[int, ...]]) -> tuple[
 
 
 def _write_stalls(instance: Instance, chosen: list[Option], link: Link) -> float:
-    """Returns the seconds that the forward pass waits for the out-queue, the final emptying included."""
-    queued_bytes = 0.0
-    stall_seconds = 0.0
+    """Returns the seconds that the forward pass waits for the out-queue, a disk's final emptying included."""
+    queue_seconds = stall_seconds = 0.0
     for block, option in zip(instance.blocks, chosen, strict=True):
-        queueable_bytes = min(option.moved_bytes, link.window_bytes)
-        direct_bytes = option.moved_bytes - queueable_bytes
-        drained_bytes = link.write_bytes_per_second * block.forward_seconds
-        queued_bytes = max(0.0, queued_bytes + direct_bytes - drained_bytes) + queueable_bytes
-        over_bytes = max(0.0, queued_bytes - link.window_bytes)
-        stall_seconds += over_bytes / link.write_bytes_per_second
-        queued_bytes -= over_bytes
-    return stall_seconds + queued_bytes / link.write_bytes_per_second
+        leaving = option.leaving
+        waited_seconds = max(leaving.wait_seconds, queue_seconds + leaving.wait_behind_seconds)
+        done_seconds = max(leaving.done_seconds, queue_seconds + leaving.done_behind_seconds)
+        queue_seconds = max(0.0, done_seconds - block.forward_seconds - waited_seconds)
+        stall_seconds += waited_seconds
+    return stall_seconds + (queue_seconds if link.piece_bytes else 0.0)
 
 
 def _read_stalls(instance: Instance, chosen: list[Option], link: Link) -> float:
     """Returns the seconds that the backward pass waits for bytes on their way back."""
     stall_seconds = 0.0
-    ahead_seconds = 0.0
+    idle_seconds = 0.0
     for block, option in zip(reversed(instance.blocks), reversed(chosen), strict=True):
-        ahead_bytes = min(float(link.window_bytes), link.read_bytes_per_second * ahead_seconds)
-        stall_seconds += max(0.0, option.moved_bytes - ahead_bytes) / link.read_bytes_per_second
-        ahead_seconds = block.backward_seconds + option.extra_seconds
+        read_seconds = option.moved_bytes / link.read_bytes_per_second
+        ahead_seconds = min(read_seconds, idle_seconds)
+        waited_seconds = max(
+            0.0, (option.moved_bytes - option.hidden_bytes) / link.read_bytes_per_second - ahead_seconds
+        )
+        stall_seconds += waited_seconds
+        own_seconds = block.backward_seconds + option.extra_seconds + waited_seconds
+        idle_seconds = max(0.0, own_seconds - (read_seconds - ahead_seconds))
     return stall_seconds

@@ -3,6 +3,7 @@
 Built from a trace by `planning.block_problem`, solved by `milp` beside this file; all in integer bytes.
 """
 
+import math
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,6 +15,21 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 
 
+class Leaving(Struct, frozen=True, kw_only=True):
+    """Says how long a block's forward waits until what it moves has room on its way, and when the link is done with it.
+
+    Both are in seconds, the second from the begin of the forward. With a queue of q seconds on the link before, each is
+    the longer of the figure without one and of q and the figure behind one.
+    """
+
+    wait_seconds: float = 0.0
+    wait_behind_seconds: float = -math.inf
+    """At most `wait_seconds`."""
+    done_seconds: float = 0.0
+    done_behind_seconds: float = 0.0
+    """At most `done_seconds`."""
+
+
 class Option(Struct, frozen=True, kw_only=True):
     """Describes one executable way to treat a block's saved tensors."""
 
@@ -23,6 +39,11 @@ class Option(Struct, frozen=True, kw_only=True):
     """Cost per step beyond keep: recomputation and copying, without waiting for the link."""
     moved_bytes: int
     """Bytes that leave the device in forward and come back in backward."""
+    hidden_bytes: int = 0
+    """The part of them that the link reads beside the block's own backward, before that asks for it: no more than it
+    reads in those seconds."""
+    leaving: Leaving = Leaving()
+    """How the block's forward and the link wait for each other."""
 
 
 class BlockOptions(Struct, frozen=True, kw_only=True):
@@ -51,9 +72,12 @@ class Link(Struct, frozen=True, kw_only=True):
     write_bytes_per_second: float
     read_bytes_per_second: float
     window_bytes: int
-    """Bytes that may be on their way at once, in each direction. Their memory is counted in Row.fixed_bytes."""
+    """Bytes that may be on their way out at once. Their memory is counted in Row.fixed_bytes."""
     capacity_bytes: int
     """Room on the tier for everything moved."""
+    piece_bytes: int = 0
+    """What is larger than the window leaves in copies of such pieces, all of which backward reads again: a disk's way.
+    0: it leaves as a whole, and what is still on its way when backward begins never leaves: a device's."""
 
 
 class Instance(Struct, frozen=True, kw_only=True, dict=True):

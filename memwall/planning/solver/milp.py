@@ -217,7 +217,7 @@ def _seconds_program(instance: Instance, unit_seconds: float) -> _Program | None
     for i, block in enumerate(instance.blocks):
         for x, o in program.each(i):
             option = block.options[o]
-            program.costs[x] = option.extra_seconds / unit_seconds
+            program.costs[x] = (option.extra_seconds + option.leaving.wait_seconds) / unit_seconds
             program.costs[x] += program.ties * option.moved_bytes / max(1, most_moved)
     if most_moved:
         _add_writes(program, instance, unit_seconds)
@@ -226,50 +226,76 @@ def _seconds_program(instance: Instance, unit_seconds: float) -> _Program | None
 
 
 def _add_writes(program: _Program, instance: Instance, unit_seconds: float) -> None:
-    """Adds the out-queue: queue[i] + stall[i] >= max(0, queue[i-1] + direct - drained) + queueable, last a stall."""
+    """Adds the out-queue, in time: of both figures of `Leaving` a row each, for the wait and for when the link is done.
+
+    What is waited for without a queue is a price of the option; a stall is only what comes on top.
+    """
     link = instance.link
     assert link is not None
-    rate = link.write_bytes_per_second * unit_seconds
-    before: int | None = None
+    most_queued = link.window_bytes / link.write_bytes_per_second / unit_seconds
+    before: list[tuple[int, float]] = []
     for i, block in enumerate(instance.blocks):
+        moving = [(x, block.options[o].leaving) for x, o in program.each(i) if block.options[o].moved_bytes]
         is_last = i == len(instance.blocks) - 1
-        queue = program.add_column(1.0 if is_last else 0.0, link.window_bytes / rate)
-        stall = program.add_column(1.0, math.inf)
-        sizes = [(x, block.options[o].moved_bytes) for x, o in program.each(i) if block.options[o].moved_bytes]
-        queueable = [(x, -min(size, link.window_bytes) / rate) for x, size in sizes]
-        program.add_row([(queue, 1.0), (stall, 1.0), *queueable], 0.0, math.inf)
-        terms = [(queue, 1.0), (stall, 1.0), *((x, -size / rate) for x, size in sizes)]
-        if before is not None:
-            terms.append((before, -1.0))
-        program.add_row(terms, -block.forward_seconds / unit_seconds, math.inf)
-        before = queue
+        queue = program.add_column(1.0 if is_last and link.piece_bytes else 0.0, math.inf)
+        ends = [(queue, 1.0), *((x, one.wait_seconds / unit_seconds) for x, one in moving)]
+        if before and moving:
+            stall = program.add_column(1.0, math.inf)
+            ends.append((stall, 1.0))
+            # Of the options that move nothing none waits, however long the queue.
+            more = [(x, (one.wait_behind_seconds - one.wait_seconds) / unit_seconds) for x, one in moving]
+            sizes = [(x, -most_queued - max(-most_queued, units)) for x, units in more]
+            program.add_row([(stall, 1.0), *((x, -size) for x, size in before), *sizes], -most_queued, math.inf)
+        base = -block.forward_seconds / unit_seconds
+        for held, figures in (
+            ([], [(x, one.done_seconds) for x, one in moving]),
+            (before, [(x, one.done_behind_seconds) for x, one in moving]),
+        ):
+            taken = dict(ends)
+            for x, seconds in figures:
+                taken[x] = taken.get(x, 0.0) - seconds / unit_seconds
+            program.add_row([*taken.items(), *((x, -size) for x, size in held)], base, math.inf)
+        before = [(queue, 1.0)]
 
 
 def _add_reads(program: _Program, instance: Instance, unit_seconds: float) -> None:
-    """Adds reading back: what no choice of the next block hides is a price of the option, the rest a stall."""
+    """Adds reading back: ahead[i] <= what the link has left beside block i + 1; stall[i] >= lead - ahead[i].
+
+    What no choice of the block after it can hide is a price of the option; a stall is only the rest.
+    """
     link = instance.link
     assert link is not None
     rate = link.read_bytes_per_second * unit_seconds
-    for i, block in enumerate(instance.blocks):
-        following = instance.blocks[i + 1] if i + 1 < len(instance.blocks) else None
-        extras: list[tuple[int, float]] = []
-        base = 0.0
-        if i + 1 < len(instance.blocks):
-            following = instance.blocks[i + 1]
-            extras = [(x, following.options[o].extra_seconds / unit_seconds) for x, o in program.each(i + 1)]
-            base = following.backward_seconds / unit_seconds
-        most_hidden = base + max((extra for _, extra in extras), default=0.0)
-        least_hidden = base + min((extra for _, extra in extras), default=0.0)
-        left: list[tuple[int, float]] = []
+    idle: list[tuple[int, float]] = []  # beside the block after this one, with what it has for certain, and at most
+    base = most_idle = 0.0
+    for i in reversed(range(len(instance.blocks))):
+        block = instance.blocks[i]
+        own: list[tuple[int, float]] = []  # what its stalls and its own reading leave the link, beside its seconds
+        leads: list[tuple[int, float]] = []
+        reads: list[tuple[int, float]] = []
         for x, o in program.each(i):
-            needed = block.options[o].moved_bytes / rate
-            never_hidden = max(0.0, needed - most_hidden, needed - link.window_bytes / rate)
+            option = block.options[o]
+            lead = (option.moved_bytes - option.hidden_bytes) / rate
+            never_hidden = max(0.0, lead - most_idle)
             program.costs[x] += never_hidden
-            if needed - least_hidden > never_hidden:
-                left.append((x, needed - never_hidden))
-        if left:
+            own.append((x, option.extra_seconds / unit_seconds + never_hidden - option.moved_bytes / rate))
+            if lead > never_hidden:
+                leads.append((x, lead - never_hidden))
+            if option.moved_bytes:
+                reads.append((x, option.moved_bytes / rate))
+        if leads:
             stall = program.add_column(1.0, math.inf)
-            program.add_row([(stall, 1.0), *((x, -size) for x, size in left), *extras], -base, math.inf)
+            own.append((stall, 1.0))
+        if reads and most_idle > 0:
+            ahead = program.add_column(0.0, most_idle)
+            program.add_row([(ahead, 1.0), *((x, -size) for x, size in reads)], -math.inf, 0.0)
+            program.add_row([(ahead, 1.0), *((x, -size) for x, size in idle)], -math.inf, base)
+            own.append((ahead, 1.0))
+            leads = [*((x, -size) for x, size in leads), (ahead, 1.0)] if leads else []
+        if leads:
+            program.add_row([(stall, 1.0), *leads], 0.0, math.inf)
+        idle, base = own, block.backward_seconds / unit_seconds
+        most_idle = base + max((block.options[o].extra_seconds for _, o in program.each(i)), default=0.0) / unit_seconds
 
 
 def _peak_program(instance: Instance) -> _Program | None:
