@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memwall.planning.action import Action
-from memwall.planning.link_waits import Passing, hidden_bytes, leaving, passing
+from memwall.planning.link_waits import OnTheWay, hidden_bytes, leaving, passing
 from memwall.planning.menu import WINDOW_BYTES, Costs, Menu
 from memwall.planning.one_recording.step_rows import StepRows
 from memwall.planning.solver.instance import BlockOptions, Choice, Instance, Leaving, Link, Option, Row
@@ -73,7 +73,7 @@ def _priced(
     name: str, model: StepModel, block: BlockCalls, treatment: Treatment, costs: Costs, largest_bytes: int
 ) -> Option:
     seconds, begin_seconds, moved_bytes, beside_bytes, num_packed = 0.0, 0.0, 0, 0, 0
-    parts: list[Passing] = []
+    parts: list[OnTheWay] = []
     step = model.step
     for call, saved in zip(block.calls, block.saved, strict=True):
         if call.backward_start < 0:

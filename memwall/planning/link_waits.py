@@ -15,7 +15,7 @@ from memwall.predict.call_rules import Moved
 from memwall.trace.records import ModuleCall, Step
 
 
-class Passing(NamedTuple):
+class OnTheWay(NamedTuple):
     """Describes what of one storage passes the link."""
 
     link_bytes: int
@@ -25,7 +25,7 @@ class Passing(NamedTuple):
     """From the begin of the call's backward until that asks for it."""
 
 
-def passing(step: Step, call: ModuleCall, saved: Sequence[int], moved: Mapping[int, Moved]) -> list[Passing]:
+def passing(step: Step, call: ModuleCall, saved: Sequence[int], moved: Mapping[int, Moved]) -> list[OnTheWay]:
     """Returns what passes the link for a call, in the order in which it leaves.
 
     Args:
@@ -40,7 +40,7 @@ def passing(step: Step, call: ModuleCall, saved: Sequence[int], moved: Mapping[i
         left.setdefault(save.storage, _at(forward, save.packed - call.start))
         until = _at(backward, save.unpacked - call.backward_start)
         asked[save.storage] = min(asked.get(save.storage, until), until)
-    return [Passing(part.link_bytes, left.get(index, 0.0), asked.get(index, 0.0)) for index, part in moved.items()]
+    return [OnTheWay(part.link_bytes, left.get(index, 0.0), asked.get(index, 0.0)) for index, part in moved.items()]
 
 
 def _passed(step: Step, start: int, end: int) -> list[float]:
@@ -51,7 +51,7 @@ def _at(passed: Sequence[float], place: int) -> float:
     return passed[min(max(place, 0), len(passed) - 1)]
 
 
-def leaving(parts: Sequence[Passing], link: Link, largest_bytes: int) -> Leaving:
+def leaving(parts: Sequence[OnTheWay], link: Link, largest_bytes: int) -> Leaving:
     """Returns how a block's forward and the link wait for each other while its tensors leave.
 
     What they wait for is either something of the block itself, or first of all the link: so with a queue of q seconds
@@ -76,7 +76,7 @@ def leaving(parts: Sequence[Passing], link: Link, largest_bytes: int) -> Leaving
     )
 
 
-def _waits(parts: Sequence[Passing], link: Link, largest_bytes: int, queue_seconds: float) -> tuple[float, float]:
+def _waits(parts: Sequence[OnTheWay], link: Link, largest_bytes: int, queue_seconds: float) -> tuple[float, float]:
     """Returns how long forward waits in all, and when after its begin the last copy is done."""
     waited, free_at, leaving_bytes = 0.0, queue_seconds, 0
     granule_bytes = _piece_bytes(largest_bytes, link)
@@ -97,7 +97,7 @@ def _waits(parts: Sequence[Passing], link: Link, largest_bytes: int, queue_secon
     return waited, free_at
 
 
-def _pieces(parts: Sequence[Passing], link: Link) -> Iterator[tuple[int, float]]:
+def _pieces(parts: Sequence[OnTheWay], link: Link) -> Iterator[tuple[int, float]]:
     for part in parts:
         piece_bytes = _piece_bytes(part.link_bytes, link)
         for begin in range(0, part.link_bytes, piece_bytes):
@@ -109,7 +109,7 @@ def _piece_bytes(link_bytes: int, link: Link) -> int:
     return link.piece_bytes if link.piece_bytes and link_bytes > link.window_bytes else link_bytes
 
 
-def hidden_bytes(parts: Sequence[Passing], link: Link) -> int:
+def hidden_bytes(parts: Sequence[OnTheWay], link: Link) -> int:
     """Returns the bytes that the link reads beside a backward that begins with it, before that asks for them."""
     read_bytes, needed_bytes = 0, 0.0
     for part in reversed(parts):

@@ -20,7 +20,7 @@ from zoo import MODELS, Case, trained_parameters
 from memwall.errors import InfeasibleError
 from memwall.machine.hardware import Hardware, hardware_named
 from memwall.machine.tiers import Machine, Tier
-from memwall.planning.link_waits import Passing, hidden_bytes, leaving
+from memwall.planning.link_waits import OnTheWay, hidden_bytes, leaving
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.solver.evaluate import Evaluation, evaluate
@@ -49,7 +49,7 @@ def _random_instance(rng: random.Random, num_blocks: int, most_options: int = 4)
         for name in rng.sample(["select-1", "full", "offload", "full+offload"], rng.randint(0, most_options - 1)):
             num_parts = rng.randint(1, 3) if "offload" in name else 0
             left = sorted(rng.uniform(0.0, forward_seconds) for _ in range(num_parts))
-            parts = [Passing(rng.randint(1, 30), at, rng.uniform(0.0, backward_seconds)) for at in left]
+            parts = [OnTheWay(rng.randint(1, 30), at, rng.uniform(0.0, backward_seconds)) for at in left]
             option = Option(
                 name=name,
                 extra_seconds=rng.choice([0.0, rng.uniform(0.0, 3.0)]),

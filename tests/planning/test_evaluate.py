@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from memwall.planning.link_waits import Passing, hidden_bytes, leaving
+from memwall.planning.link_waits import OnTheWay, hidden_bytes, leaving
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import BlockOptions, Instance, Link, Option, Row
 
@@ -15,14 +15,14 @@ KEEP, OFFLOAD = 0, 1
 class _Block(NamedTuple):
     """A block and what of it moves."""
 
-    parts: tuple[Passing, ...] = ()
+    parts: tuple[OnTheWay, ...] = ()
     forward: float = 1.0
     backward: float = 2.0
     extra: float = 0.0
 
 
 def _moving(num_bytes: int, *, left: float = 0.0, asked: float = 0.0, forward: float = 1.0) -> _Block:
-    return _Block((Passing(num_bytes, left, asked),), forward=forward)
+    return _Block((OnTheWay(num_bytes, left, asked),), forward=forward)
 
 
 def _linked(
@@ -112,7 +112,7 @@ def test_what_is_larger_than_the_window_is_waited_for_where_it_leaves() -> None:
 
 def test_a_tensor_waits_for_the_oldest_until_the_window_has_room() -> None:
     # At 0.5 s the second finds 20 of 30 taken, by a copy that is done at 2 s.
-    parts = (Passing(20, 0.0, 0.0), Passing(20, 0.5, 0.0))
+    parts = (OnTheWay(20, 0.0, 0.0), OnTheWay(20, 0.5, 0.0))
     assert _stalls(_linked(_Block(parts), _Block(forward=9.0), window_bytes=30), 1, 0) == pytest.approx(1.5, abs=1e-6)
     assert _stalls(_linked(_Block(parts), _Block(forward=9.0), window_bytes=40), 1, 0) == pytest.approx(0.0, abs=1e-6)
 
@@ -149,7 +149,7 @@ def test_reading_goes_one_block_ahead_only() -> None:
 
 def test_reading_goes_on_beside_the_own_backward_as_far_as_that_asks_late() -> None:
     # 20 bytes come back in 2 s, in which the block before it has passed; what left first is asked for 1.5 s later.
-    parts = (Passing(20, 0.0, 1.5), Passing(20, 0.5, 0.0))
+    parts = (OnTheWay(20, 0.0, 1.5), OnTheWay(20, 0.5, 0.0))
     alone = _linked(_Block(parts), write=1e9, read=10.0)
     assert _stalls(alone, OFFLOAD) == pytest.approx(2.5, abs=1e-6)
     behind = _linked(_Block(parts), _Block(backward=2.0), write=1e9, read=10.0)
@@ -157,7 +157,7 @@ def test_reading_goes_on_beside_the_own_backward_as_far_as_that_asks_late() -> N
 
 
 def test_a_block_that_reads_beside_its_own_backward_leaves_the_link_less_for_the_one_before() -> None:
-    late = _Block((Passing(20, 0.0, 2.0),), backward=2.0)
+    late = _Block((OnTheWay(20, 0.0, 2.0),), backward=2.0)
     instance = _linked(_moving(20), late, write=1e9, read=10.0)
     # The second's 20 bytes take its whole backward, and nobody waits; then the first's 20 are yet to come.
     assert _stalls(instance, OFFLOAD, OFFLOAD) == pytest.approx(2.0, abs=1e-6)
