@@ -89,7 +89,6 @@ class Problem:
         menu_costs = Costs(
             copy_seconds_per_byte=costs.copy_seconds_per_byte,
             min_bytes=MIN_MOVED_BYTES,
-            can_offload=has_link,
             link=link if has_link else None,
         )
         menus = build_menus(trace, self.model, menu_costs)

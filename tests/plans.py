@@ -10,10 +10,14 @@ from memwall.machine.tiers import Tier
 from memwall.planning.action import Action
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.planfile import Plan
+from memwall.planning.solver.instance import Link
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.trace.modules import fingerprint
 from memwall.trace.records import Trace
+
+LINK = Link(write_bytes_per_second=1e9, read_bytes_per_second=1e9, window_bytes=0, capacity_bytes=1 << 40)
+"""A way to the next tier with no memory for what is under way: whatever moves is waited for."""
 
 
 def a_plan(

@@ -18,13 +18,12 @@ class Costs(Struct, frozen=True, kw_only=True):
     """Out and back together: a copy into staging, or what transfers beside it cost, and page faults of what returns."""
     min_bytes: int
     """Tensors below this are not moved."""
-    can_offload: bool
     pack_seconds_per_element: float | None = None
     """For floating-point numbers that leave in a byte each, out and back; None where they may not."""
     runs_ahead: bool = False
     """Whether operations run on a device behind the host, whose own work is hidden as long as the device is busy."""
     link: Link | None = None
-    """The way to the next tier, for what is waited for there; None where nothing is."""
+    """The way to the next tier; None where nothing moves."""
     lost: tuple[tuple[str, str], ...] = ()
     """Actions, by tag and block, that a run found to change the training: they are not offered again."""
     num_passes: int = 1

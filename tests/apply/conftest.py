@@ -109,7 +109,7 @@ def menus_of() -> Callable[[nn.Module, Callable[[], Tensor]], tuple[Menu, ...]]:
         finally:
             builder.cancel_step()
         trace = builder.trace(optimizer)
-        costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1, can_offload=False)
+        costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1)
         return build_menus(trace, StepModel(step, trace.names, find_blocks(trace, step)), costs)
 
     return record

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import torch
+from plans import LINK
 from torch import Tensor, nn
 
 from memwall.planning.block_problem import build_menus
@@ -72,7 +73,7 @@ def menu_names(
     costs = Costs(
         copy_seconds_per_byte=0.0,
         min_bytes=1024,
-        can_offload=True,
+        link=LINK,
         pack_seconds_per_element=pack_seconds_per_element,
         lost=lost,
     )
@@ -112,7 +113,7 @@ def test_pythons_work_costs_what_the_device_does_not_hide(
     assert step_seconds(step) == pytest.approx(max(op_seconds, launch_seconds) * len(ops))
     blocks = tuple(block for block in find_blocks(trace, step) if block.path in "123")
     model = StepModel(step, trace.names, blocks)
-    costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1024, can_offload=False, runs_ahead=runs_ahead)
+    costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1024, runs_ahead=runs_ahead)
     full = Treatment(recompute=True, min_bytes=1024)
     for menu, block in zip(build_menus(trace, model, costs), blocks, strict=True):
         ((_, again),) = model.repeated_ops(block.calls[0], block.saved[0], full)
@@ -174,7 +175,7 @@ def test_of_several_random_operations_only_the_last_is_ever_kept() -> None:
         for op, random in zip(step.ops, is_random, strict=True)
     )
     model = StepModel(msgspec.structs.replace(step, ops=ops), trace.names, find_blocks(trace, step))
-    costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1024, can_offload=False)
+    costs = Costs(copy_seconds_per_byte=0.0, min_bytes=1024)
     for menu in build_menus(trace, model, costs):
         kept = {number for treatment in menu.treatments if treatment for number in treatment.kept_ops}
         drawn = [number for number, name in enumerate(menu.op_names) if name == "aten.rand_like.default"]
@@ -206,7 +207,7 @@ def test_what_is_overwritten_is_not_kept_where_a_call_without_a_backward_came_fi
     step, norm = trace.steps[0], "aten.native_batch_norm.default"
     ops = tuple(msgspec.structs.replace(op, seconds=1.0 if trace.names[op.name] == norm else 0.3) for op in step.ops)
     model = StepModel(msgspec.structs.replace(step, ops=ops), trace.names, find_blocks(trace, step))
-    menus = build_menus(trace, model, Costs(copy_seconds_per_byte=0.0, min_bytes=1024, can_offload=False))
+    menus = build_menus(trace, model, Costs(copy_seconds_per_byte=0.0, min_bytes=1024))
     kept = {menu.op_names[number] for menu in menus for one in menu.treatments if one for number in one.kept_ops}
     assert any(norm in menu.op_names for menu in menus)
     assert norm not in kept

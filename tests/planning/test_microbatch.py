@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from plans import LINK
 from torch import Tensor, nn
 from zoo import MODELS, Case
 
@@ -92,7 +93,7 @@ def test_what_is_moved_in_parts_is_moved_as_often_as_there_are_parts(
     model = StepModel(step, trace.names, find_blocks(trace, step))
     prices = []
     for num_passes in (1, 4):
-        costs = Costs(copy_seconds_per_byte=1e-9, min_bytes=MIB, can_offload=True, num_passes=num_passes)
+        costs = Costs(copy_seconds_per_byte=1e-9, min_bytes=MIB, link=LINK, num_passes=num_passes)
         menu = build_menus(trace, model, costs)[0]
         prices.append({option.name: option for option in menu.options})
     assert prices[1]["offload"].moved_bytes == prices[0]["offload"].moved_bytes

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from plans import on_machine
+from plans import LINK, on_machine
 from torch import Tensor, nn
 from zoo import Case
 
@@ -115,9 +115,7 @@ def test_a_packed_tensor_is_priced_by_its_elements(slow_disk: Trace) -> None:
     """By hand: a byte an element and what units and whole blocks of the disk add, and the seconds of each element."""
     step = steady_step(slow_disk)
     model = StepModel(step, slow_disk.names, find_blocks(slow_disk, step))
-    costs = Costs(
-        copy_seconds_per_byte=1e-9, min_bytes=MIB, can_offload=True, pack_seconds_per_element=3e-9, num_passes=2
-    )
+    costs = Costs(copy_seconds_per_byte=1e-9, min_bytes=MIB, link=LINK, pack_seconds_per_element=3e-9, num_passes=2)
     menu = build_menus(slow_disk, model, costs)[1]
     options = {option.name: option for option in menu.options}
     (saved,) = menu.block.saved
@@ -145,7 +143,7 @@ def test_what_nobody_knows_to_be_numbers_is_not_packed(slow_disk: Trace) -> None
         step, storages=tuple(msgspec.structs.replace(storage, dtype="") for storage in step.storages)
     )
     model = StepModel(old, slow_disk.names, find_blocks(slow_disk, old))
-    costs = Costs(copy_seconds_per_byte=0.0, min_bytes=MIB, can_offload=True, pack_seconds_per_element=0.0)
+    costs = Costs(copy_seconds_per_byte=0.0, min_bytes=MIB, link=LINK, pack_seconds_per_element=0.0)
     names = {option.name for menu in build_menus(slow_disk, model, costs) for option in menu.options}
     assert "offload" in names
     assert not any(name.endswith("int8") for name in names)

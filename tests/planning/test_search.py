@@ -145,7 +145,7 @@ def test_no_hand_set_knob_that_fits_is_cheaper(
     trace = without_disk(a_trace("gpt"))
     step = steady_step(trace)
     model = StepModel(step, trace.names, find_blocks(trace, step))
-    menus = build_menus(trace, model, Costs(copy_seconds_per_byte=0.0, min_bytes=MIB, can_offload=False))
+    menus = build_menus(trace, model, Costs(copy_seconds_per_byte=0.0, min_bytes=MIB))
     rng = random.Random(0)
     knobs: list[dict[str, Treatment]] = []
     for _ in range(400):

@@ -17,6 +17,7 @@ from block_models import executor_of
 from combinations import exhaustive
 from language_model import LanguageModel, tokens
 from oracle import count_allocations
+from plans import LINK
 from torch import nn
 from zoo import MODELS, Case, trained_parameters
 
@@ -29,7 +30,7 @@ from memwall.planning.blocks import find_blocks
 from memwall.planning.menu import Costs, Menu
 from memwall.planning.one_recording.step_rows import StepRows
 from memwall.planning.solver.evaluate import evaluate
-from memwall.planning.solver.instance import Instance, Link
+from memwall.planning.solver.instance import Instance
 from memwall.planning.solver.solve import smallest_feasible_bytes, solve
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.recompute import Recompute
@@ -156,10 +157,9 @@ def recorded(run: Run, parking: ActivationOffload | None) -> Recorded:
     )
     step = msgspec.structs.replace(step, ops=ops)
     model = StepModel(step, trace.names, find_blocks(trace, step))
-    costs = Costs(copy_seconds_per_byte=1e-10, min_bytes=MIN_BYTES, can_offload=True, pack_seconds_per_element=1e-10)
+    costs = Costs(copy_seconds_per_byte=1e-10, min_bytes=MIN_BYTES, link=LINK, pack_seconds_per_element=1e-10)
     menus = build_menus(trace, model, costs)
-    link = Link(write_bytes_per_second=1e9, read_bytes_per_second=1e9, window_bytes=0, capacity_bytes=1 << 40)
-    return Recorded(trace, step, model, menus, build_instance(model, menus, budget_bytes=0, device="cpu", link=link))
+    return Recorded(trace, step, model, menus, build_instance(model, menus, budget_bytes=0, device="cpu", link=LINK))
 
 
 @cache

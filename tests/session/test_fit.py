@@ -10,7 +10,7 @@ import pytest
 import torch
 from block_models import WIDTH, Model, offload
 from combinations import every_value
-from plans import plan_of
+from plans import LINK, plan_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo import MODELS, Case, optimizers, trained_parameters
@@ -70,7 +70,7 @@ def block_actions(case: Case, kind: str) -> tuple[Action, ...]:
     step = builder.finish_step(optimizer)
     trace = builder.trace(optimizer)
     step_model = StepModel(step, trace.names, find_blocks(trace, step))
-    menus = build_menus(trace, step_model, Costs(copy_seconds_per_byte=0.0, min_bytes=1, can_offload=True))
+    menus = build_menus(trace, step_model, Costs(copy_seconds_per_byte=0.0, min_bytes=1, link=LINK))
     actions: list[Action] = []
     for menu in menus:
         kept = [t.kept_ops for t in menu.treatments if t is not None and t.kept_ops]

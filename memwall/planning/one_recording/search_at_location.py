@@ -270,7 +270,6 @@ class SearchAtLocation:
         costs = Costs(
             copy_seconds_per_byte=machine.copy_seconds_per_byte,
             min_bytes=MIN_MOVED_BYTES,
-            can_offload=window_bytes > 0,
             pack_seconds_per_element=machine.pack_seconds_per_element if self._packs else None,
             runs_ahead=self._trace.device != "cpu",
             num_passes=batch.num_parts,

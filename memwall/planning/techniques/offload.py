@@ -85,7 +85,7 @@ class _Offload(Technique[Offload]):
     def block_options(
         self, trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, offered: Sequence[str]
     ) -> Iterator[tuple[str, Treatment, str]]:
-        if not costs.can_offload:
+        if costs.link is None:
             return
         moving = [("offload", Treatment(offload=True, min_bytes=costs.min_bytes))]
         if "full" in offered:
