@@ -92,8 +92,10 @@ def test_fewer_ranks_go_on(tmp_path: Path, divided: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("divided", ["--fsdp2", ""], ids=["fsdp2", "ddp"])
-def test_a_node_is_lost(tmp_path: Path, divided: str) -> None:
+def test_a_node_is_lost(tmp_path: Path, divided: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN two launchers with two ranks each WHEN one dies with its ranks THEN the other's two train on to the end."""
+    # torch's own groups find addresses of ranks that have ended where restarted ones share a store with them.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     shared = ("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-backend", "c10d")
     shared += ("--rdzv-id", "elastic", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     options = command(tmp_path, "--die-in", "4", "--with-node", *((divided,) if divided else ()))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 from torch import Tensor, distributed
@@ -21,6 +22,7 @@ from memwall.torch_internals.dispatch import without_dispatch_modes
 from memwall.torch_internals.process_groups import store_of_all
 
 _T = TypeVar("_T")
+_POLL_SECONDS = 0.01
 _GRACE = timedelta(seconds=5)
 """Time that a rank that knows that another one is missing waits for those that are only late, to tell them apart."""
 
@@ -33,13 +35,14 @@ class Ranks:
         num_ranks: how many there are.
         have_inputs: whether all of them take a further step, as far as is known; see `uneven_inputs`.
         have_newcomer: whether an optimizer had begun to step on one of them when they agreed last.
+        have_longer: whether one of them had a batch then that has no room under the plan.
     """
 
     def __init__(self, store: Any, group: Any, *, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._store, self._group = store, group
         self._num_agreements = 0
-        self.have_inputs, self.have_newcomer = True, False
+        self.have_inputs, self.have_newcomer, self.have_longer = True, False, False
 
     @classmethod
     def meet(cls) -> "Ranks | None":
@@ -53,15 +56,10 @@ class Ranks:
             return None
         if distributed.get_backend() == "fake":  # stands for ranks that are not there
             return None
-        from torch.distributed.distributed_c10d import PrefixStore
-
         rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
         whole = store_of_all()
         timeout: timedelta = whole.timeout
-        number = whole.add(f"memwall/sessions/{rank}", 1)
-        store = PrefixStore(f"memwall/{number}", whole)
-        store.set(f"met/{rank}", "")
-        missing, stuck = _absent(store, whole, num_ranks, timeout)
+        store, missing, stuck = _met(whole, rank, num_ranks, timeout)
         if stuck:
             raise refuse_waiting(whole, stuck)
         if missing:
@@ -70,8 +68,9 @@ class Ranks:
                 "the time-out of the process group; ranks share one plan: open the session, or run the command, on "
                 "every rank"
             )
-        # Of the host: it neither touches the devices nor waits for their streams.
-        group = distributed.new_group(backend="gloo", timeout=timeout)
+        # Of the host: it neither touches the devices nor waits for their streams. `new_group` may find addresses of
+        # ranks that torchrun has restarted since, and waits for processes that are no more.
+        group = distributed.ProcessGroupGloo(store, rank, num_ranks, timeout)
         return cls(store, group, rank=rank, num_ranks=num_ranks)
 
     def largest(self, values: Sequence[int]) -> tuple[int, ...]:
@@ -157,10 +156,7 @@ class Ranks:
 
     def leave(self) -> None:
         """Closes the group: ranks that still wait for this one hear of it at once. Safe to call twice."""
-        group, self._group = self._group, None
-        if group is not None and distributed.is_initialized():
-            with suppress(RuntimeError, ValueError):  # the script may have closed it with its own
-                distributed.destroy_process_group(group)
+        self._group = None
 
     def _reduced(self, values: Sequence[int], operation: Any) -> tuple[int, ...]:
         numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
@@ -208,18 +204,85 @@ class Ranks:
         )
 
 
-def _absent(store: Any, whole: Any, num_ranks: int, timeout: timedelta) -> tuple[list[int], dict[int, Wait]]:
-    """Returns the ranks that do not come to meet within a time, and those of them that never will: they wait too."""
+def _met(whole: Any, rank: int, num_ranks: int, timeout: timedelta) -> tuple[Any, list[int], dict[int, Wait]]:
+    """Meets the other ranks under a name that is new, which rank 0 tells each rank that is there.
+
+    torchrun keeps the store of ranks that it restarts: what is found there may be of an earlier process, which has
+    ended anywhere. So each rank is told the name under a word of its own, that no process has used before.
+
+    Returns:
+        A store for the ranks that have met, those that did not come within a time, and those of them that never will:
+        they wait too.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    hall, word = PrefixStore("memwall/meeting", whole), uuid4().hex
+    name = "" if rank else word
+
+    def come(timeout: timedelta) -> list[int]:
+        nonlocal name
+        until = time.monotonic() + timeout.total_seconds()
+        name = name or _told_name(hall, word, timeout)
+        if not name:
+            return [0, *(other for other in range(1, num_ranks) if not _word_of(hall, other))]
+        store = PrefixStore(f"memwall/{name}", whole)
+        store.set(f"met/{rank}", "")
+        if rank == 0:
+            return _uncalled(hall, store, name, num_ranks, until)
+        return _missing(store, "met", num_ranks, timedelta(seconds=max(0.1, until - time.monotonic())))
+
+    hall.set(f"here/{rank}", word)
+    missing, stuck = _absent(come, whole, timeout)
+    hall.set(f"here/{rank}", "")
+    return PrefixStore(f"memwall/{name}", whole), missing, stuck
+
+
+def _absent(
+    come: Callable[[timedelta], list[int]], whole: Any, timeout: timedelta
+) -> tuple[list[int], dict[int, Wait]]:
+    """Returns the ranks that do not come to meet within a time, and those of them that never will: they wait too.
+
+    Args:
+        come: waits for a time, and returns those that are missing then.
+    """
     end, before = time.monotonic() + timeout.total_seconds(), dict[int, Wait]()
     while True:
-        left = timedelta(seconds=max(0.1, end - time.monotonic()))
-        missing = _missing(store, "met", num_ranks, min(_GRACE, left))
+        missing = come(min(_GRACE, timedelta(seconds=max(0.1, end - time.monotonic()))))
         now = waits_of(whole, missing)
         same = {rank: wait for rank, wait in now.items() if wait == before.get(rank)}
         stuck = {rank: wait for rank, wait in same.items() if not wait.may_end(missing, rank)}
         if not missing or stuck or time.monotonic() >= end:
             return missing, stuck
         before = now
+
+
+def _word_of(hall: Any, rank: int) -> str:
+    """Returns the word of a rank that waits for the others; "" without one."""
+    own = f"here/{rank}"
+    return str(hall.get(own).decode()) if hall.check([own]) else ""
+
+
+def _told_name(hall: Any, word: str, timeout: timedelta) -> str:
+    """Returns the name that rank 0 tells the process that has left a word; "" where it does not in time."""
+    try:
+        hall.wait([f"name/{word}"], timeout)
+    except RuntimeError:
+        return ""
+    return str(hall.get(f"name/{word}").decode())
+
+
+def _uncalled(hall: Any, store: Any, name: str, num_ranks: int, until: float) -> list[int]:
+    """Tells every word that is there the name, and returns the ranks that have not come by it in time."""
+    told, missing = set[str](), list(range(num_ranks))
+    while True:
+        missing = [rank for rank in missing if not store.check([f"met/{rank}"])]
+        if not missing or time.monotonic() >= until:
+            return missing
+        for rank in missing:
+            if (word := _word_of(hall, rank)) and word not in told:
+                told.add(word)
+                hall.set(f"name/{word}", name)
+        time.sleep(_POLL_SECONDS)
 
 
 def _answered(ask: Callable[[], _T], timeout: timedelta) -> _T | None:

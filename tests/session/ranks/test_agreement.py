@@ -2,6 +2,8 @@
 
 import copy
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, distributed, nn
 
 from memwall.apply.microbatch import MicroBatches
 from memwall.errors import RankError
-from memwall.session.ranks.agreement import Ranks
+from memwall.session.ranks.agreement import Ranks, _met
 from memwall.session.ranks.shared_plan import agreed_excess, tell_of_failure
 
 pytestmark = pytest.mark.skipif(not distributed.is_gloo_available(), reason="this torch has no gloo")
@@ -35,6 +37,28 @@ def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
     for error in (found[0], found[2]):
         assert isinstance(error, RankError)
         assert str(error).startswith("rank 1 of 3 did not come to the beginning of this step")
+
+
+def test_restarted_ranks_meet_in_the_store_of_those_that_ended() -> None:
+    """GIVEN a store that torchrun has kept, in which a rank has waited in vain and another one was killed waiting
+    THEN the ranks that follow meet, however late one of them comes, whoever it was that had waited.
+    """
+    store, timeout = distributed.HashStore(), timedelta(seconds=0.2)
+    _, missing, _ = _met(store, 0, 2, timeout)
+    assert missing == [1]
+    _, missing, _ = _met(store, 1, 2, timeout)
+    assert missing == [0]
+    distributed.PrefixStore("memwall/meeting", store).set("here/1", "of a process that was killed")
+
+    def meet(rank: int) -> tuple[str, list[int]]:
+        time.sleep(0.1 * rank)
+        found, missing, _ = _met(store, rank, 2, timedelta(seconds=10))
+        if rank == 1:
+            found.set("name", "both know it")
+        return found.get("name").decode(), missing
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(meet, range(2))) == [("both know it", [])] * 2
 
 
 class Stopped:

@@ -118,8 +118,7 @@ def waiting(*found: dict[int, Wait]) -> tuple[list[int], dict[int, Wait]]:
     looks = iter(found)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("memwall.session.ranks.agreement.waits_of", lambda *_: next(looks, {}))
-        patch.setattr("memwall.session.ranks.agreement._missing", lambda *_: [1, 2])
-        return agreement._absent(None, None, 3, timedelta(seconds=0.02))
+        return agreement._absent(lambda _: [1, 2], None, timedelta(seconds=0.02))
 
 
 @pytest.mark.parametrize(
