@@ -89,13 +89,14 @@ class Recovery:
         self.plan_again()
         self._is_agreed = True
 
-    def agree(self, *, has_newcomer: bool = False) -> None:
+    def agree(self, *, has_newcomer: bool = False, is_longer: bool = False) -> None:
         """Has ranks know of the step that exceeded its forecast most, before any of them looks at what the next one is.
 
         Once one has no more batches, each keeps what is its own: they plan for that when they go on together.
 
         Args:
             has_newcomer: whether an optimizer has begun to step on this rank.
+            is_longer: whether its batch has no room under the plan.
 
         Raises:
             RankError: another rank has ended its run, or has no more batches before there is a plan.
@@ -103,7 +104,8 @@ class Recovery:
         ranks = self._live.ranks
         if ranks is None or self._is_agreed:
             return
-        excess, self._is_agreed = agreed_excess(ranks, self._excess_bytes, has_newcomer=has_newcomer), True
+        excess = agreed_excess(ranks, self._excess_bytes, has_newcomer=has_newcomer, is_longer=is_longer)
+        self._is_agreed = True
         if ranks.have_inputs:
             self._excess_bytes = excess
         elif self._live.plan is None:

@@ -367,7 +367,7 @@ class Steps:
         if self.state != "running":
             self.end_step()
         if self.live.ranks is not None:
-            self.recovery.agree(has_newcomer=self._changes.has_newcomer)
+            self.recovery.agree(has_newcomer=self._changes.has_newcomer, is_longer=self._changes.is_longer)
         if self._changes.are_to_be_recorded(is_running=self.state == "running"):
             self.live.stop_recording()
             self.live.forget_plan()

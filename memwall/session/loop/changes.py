@@ -152,10 +152,11 @@ class LoopChanges:
         elif self._is_new_stage():
             num_more = sum(self.layers.trained()) - sum(self._stages.planned)
             self.why = f"{num_more} more parameters take gradients than before" * (num_more > 0)
-        elif self._is_longer():
+        elif self.is_longer if ranks is None else ranks.have_longer:
             before = self._live.trace
             sizes = (list(self._borders.input_shape), list(before.input_shape) if before is not None else [])
-            self.why = "a longer batch came: {} after {}".format(*sizes)
+            here = self.is_longer
+            self.why = "a longer batch came: {} after {}".format(*sizes) if here else "another rank has a longer batch"
         else:
             return False
         return True
@@ -165,14 +166,15 @@ class LoopChanges:
         """Tells whether an optimizer has stepped whose state is in no forecast: its first step followed the plan."""
         return not self._live.is_given and len(self._borders.stepped) > self._num_planned_for
 
-    def _is_longer(self) -> bool:
+    @property
+    def is_longer(self) -> bool:
         """Tells whether the batch is larger than the recorded one, and the plan has no room for that.
 
-        Ranks get batches of their own, and record together or not at all. A loop that hands its batches over has a step
-        done again that ran out of memory.
+        Ranks get batches of their own: all of them record where this is so on one. A loop that hands its batches over
+        has a step done again that ran out of memory.
         """
         here = self._live
-        is_fixed = here.is_given or here.ranks is not None or here.in_effect.is_cooperative
+        is_fixed = here.is_given or here.in_effect.is_cooperative
         return not is_fixed and is_too_large(self._borders.input_shape, here.trace, here.plan)
 
     def _is_new_turn(self) -> bool:

@@ -33,6 +33,8 @@ class _Answer(Struct, frozen=True, kw_only=True):
     """The plan file; empty where there is no plan."""
     base_bytes: int = 0
     """Process bytes before the step, with what planning has left there."""
+    input_shape: tuple[int, ...] = ()
+    """The batch that the plan has room for."""
     failure: str = ""
     infeasible: tuple[int, int, tuple[str, ...], tuple[str, ...]] | None = None
     """Budget, smallest feasible budget, relaxations, and what is not modelled, where nothing fits."""
@@ -85,7 +87,7 @@ def planned_together(
     _check_feasible(answers, planner)
     answer = answers[planner]
     plan = decoded(msgspec.json.decode(answer.plan), Plan)
-    return msgspec.structs.replace(trace, base_bytes=answer.base_bytes), plan
+    return msgspec.structs.replace(trace, base_bytes=answer.base_bytes, input_shape=answer.input_shape), plan
 
 
 def _check_feasible(answers: dict[int, _Answer], planner: int) -> None:
@@ -155,11 +157,19 @@ def save_together(ranks: Ranks, plan: Plan, path: Path) -> None:
         save_for_ranks(path, [decoded(msgspec.json.decode(each), Plan) for each in plans])
 
 
-def agreed_excess(ranks: Ranks, excess_bytes: int, *, has_newcomer: bool = False, goes_on: bool = True) -> int:
+def agreed_excess(
+    ranks: Ranks,
+    excess_bytes: int,
+    *,
+    has_newcomer: bool = False,
+    is_longer: bool = False,
+    goes_on: bool = True,
+) -> int:
     """Returns by how much a step exceeded its forecast on the rank where it did so most; before each step.
 
     Args:
         has_newcomer: whether an optimizer has begun to step on this rank: all record the next step then.
+        is_longer: whether this rank's next batch has no room under the plan: all record that step then.
         goes_on: whether this rank has a batch for a further step. Once one has none they no longer agree, see
             `uneven_inputs`: 0 is returned.
 
@@ -168,8 +178,9 @@ def agreed_excess(ranks: Ranks, excess_bytes: int, *, has_newcomer: bool = False
     """
     if not ranks.have_inputs:
         return 0
-    excess_bytes, number, ends, newcomer = ranks.largest((excess_bytes, 0, not goes_on, has_newcomer))
-    ranks.have_inputs, ranks.have_newcomer = not ends, bool(newcomer)
+    said = (excess_bytes, 0, not goes_on, has_newcomer, is_longer)
+    excess_bytes, number, ends, newcomer, longer = ranks.largest(said)
+    ranks.have_inputs, ranks.have_newcomer, ranks.have_longer = not ends, bool(newcomer), bool(longer)
     if number:
         raise RankError(
             f"rank {number - 1} of {ranks.num_ranks} ended its run in the last step, and no rank can train on alone; "
@@ -181,7 +192,7 @@ def agreed_excess(ranks: Ranks, excess_bytes: int, *, has_newcomer: bool = False
 def tell_of_failure(ranks: Ranks) -> None:
     """Tells the others, where they look at the last step's excess, that this rank does not go on."""
     if ranks.have_inputs:
-        ranks.largest((0, ranks.rank + 1, 0, 0))
+        ranks.largest((0, ranks.rank + 1, 0, 0, 0))
 
 
 def _solved(trace: Trace, settings: Settings, solve: Solve) -> tuple[_Answer, MemwallError | None]:
@@ -194,4 +205,4 @@ def _solved(trace: Trace, settings: Settings, solve: Solve) -> tuple[_Answer, Me
         return _Answer(failure=str(error)), error
     except Exception as error:
         return _Answer(failure=f"{type(error).__name__}: {error}"), RankError(f"planning failed: {error!r}")
-    return _Answer(plan=plan.encode(), base_bytes=trace.base_bytes), None
+    return _Answer(plan=plan.encode(), base_bytes=trace.base_bytes, input_shape=trace.input_shape), None
