@@ -222,6 +222,8 @@ class LivePlan:
         """
         assert self.trace is not None
         begin = time.perf_counter()
+        if self.ranks is not None and not self.plans_alone:
+            self.ranks.begin_planning()
 
         def solve(trace: Trace, settings: Settings) -> tuple[Trace, Plan]:
             is_first, turns = not self._measured.has_plan, self._borders.turns

@@ -217,7 +217,9 @@ class Steps:
             with self._ending_the_run():
                 with self._measured_anew():
                     self.end_step()
-                if self.state != "recording":  # in a step that has not ended, no rank looks at the next one
+                if self.state == "recording":  # in a step that has not ended, no rank looks at the next one
+                    ranks.leave_within_step()
+                else:
                     agreed_excess(ranks, 0, goes_on=False)
         except MemwallError:
             self._has_told = True

@@ -23,6 +23,7 @@ from memwall.torch_internals.process_groups import store_of_all
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.01
+_LEFT = "left-within-step"
 _GRACE = timedelta(seconds=5)
 """Time that a rank that knows that another one is missing waits for those that are only late, to tell them apart."""
 
@@ -42,6 +43,7 @@ class Ranks:
         self.rank, self.num_ranks = rank, num_ranks
         self._store, self._group = store, group
         self._num_agreements = 0
+        self._has_left = False
         self.have_inputs, self.have_newcomer, self.have_longer = True, False, False
 
     @classmethod
@@ -153,6 +155,38 @@ class Ranks:
             if told is not None:
                 return told
         return {0: message} if self.rank == 0 else {}
+
+    def begin_planning(self) -> None:
+        """Says that this rank waits for the others to plan from a step that all have recorded.
+
+        Raises:
+            RankError: one has left within that step, and does not come.
+        """
+        self._store.set(f"plans/{self._num_agreements}", "")
+        if self._store.add(_LEFT, 0):
+            raise RankError(_left_within_step("another one", self.num_ranks))
+
+    def leave_within_step(self) -> None:
+        """Says that this rank has no more batches, though the step that all record has not ended.
+
+        It does not wait to be heard: others may need its part of what they exchange before they come to where ranks
+        plan. Whoever of the two comes second there ends, and with it the other one.
+
+        Raises:
+            RankError: another one has ended that step, and waits for this one.
+        """
+        self._store.add(_LEFT, 1)
+        self._has_left = True
+        if self._store.check([f"plans/{self._num_agreements}"]):
+            raise RankError(_left_within_step("this one", self.num_ranks))
+
+    def come_back(self) -> None:
+        """Says that this rank goes on with the others, whether or not it had left within a step, as all of them had."""
+        self.have_inputs = True
+        if self._has_left:
+            self._has_left = False
+            with suppress(RuntimeError):  # where one has ended, the store may have
+                self._store.add(_LEFT, -1)
 
     def leave(self) -> None:
         """Closes the group: ranks that still wait for this one hear of it at once. Safe to call twice."""
@@ -315,6 +349,13 @@ def _missing(store: Any, place: str, num_ranks: int, timeout: timedelta) -> list
     except RuntimeError:
         return [rank for rank, key in enumerate(keys) if not store.check([key])]
     return []
+
+
+def _left_within_step(who: str, num_ranks: int) -> str:
+    return (
+        f"{who} of {num_ranks} ranks has no more batches in the midst of a step that others have ended, from which all "
+        "would plan together; have each rank take whole steps, over all of their micro-batches"
+    )
 
 
 def _named(ranks: Sequence[int]) -> str:

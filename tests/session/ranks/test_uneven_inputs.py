@@ -103,6 +103,51 @@ def test_a_rank_that_fails_at_its_last_batch_is_not_waited_for(tmp_path: Path) -
     assert "no rank can train on alone" in other["message"]
 
 
+LEAVES_WITHIN_A_STEP = """
+import time
+from contextlib import nullcontext
+import memwall
+from memwall.errors import MemwallError
+from torch.nn.parallel import DistributedDataParallel
+
+def trained(counts):
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    number = 0
+    with memwall.fit(model, optimizer, budget="8GiB") as session:
+        for count in counts:
+            with model.join():
+                for _ in range(count):
+                    number += 1
+                    with model.no_sync() if number % 2 else nullcontext():
+                        model(torch.ones(8, 64)).sum().backward()
+                    if number % 2 == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+    return session.measured.num_steps
+
+steps = trained([1, 1, 4])
+message, begin = "", time.monotonic()
+try:
+    trained([1 if rank else 6])
+except (RuntimeError, MemwallError) as error:
+    message = f"{type(error).__name__}: {error}"
+found(steps=steps, message=message, seconds=time.monotonic() - begin)
+"""
+
+
+def test_a_rank_that_leaves_within_the_first_step_is_not_waited_for(tmp_path: Path) -> None:
+    """GIVEN ranks that all leave in the midst of an accumulated first step THEN they go on with it together.
+
+    GIVEN one of them alone THEN those that end that step hear of it as they begin to plan, and nobody waits.
+    """
+    other, left = found_by_ranks(2, LEAVES_WITHIN_A_STEP, tmp_path)
+    assert other["steps"] == left["steps"] == 3
+    assert other["message"].startswith("RankError: another one of 2 ranks has no more batches in the midst of a step")
+    assert left["message"]
+    assert max(other["seconds"], left["seconds"]) < 30
+
+
 def test_what_a_step_took_too_much_is_planned_for_once_ranks_go_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """GIVEN a step far over its forecast, and a rank that has no more batches THEN it is made up for after the join."""
     charged: list[int] = []
