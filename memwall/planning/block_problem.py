@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memwall.planning.action import Action
-from memwall.planning.link_waits import OnTheWay, hidden_bytes, leaving, passing
+from memwall.planning.link_waits import OnTheWay, hidden_bytes, leaving, passing, piece_bytes
 from memwall.planning.menu import WINDOW_BYTES, Costs, Menu
 from memwall.planning.one_recording.step_rows import StepRows
 from memwall.planning.solver.instance import BlockOptions, Choice, Instance, Leaving, Link, Option, Row
@@ -30,19 +30,20 @@ def build_menus(trace: Trace, model: StepModel, costs: Costs, rows: StepRows | N
         rows: those of the model, where they are known already.
     """
     rows = rows or StepRows(model, trace.device)
-    anywhere = Treatment(offload=True, min_bytes=costs.min_bytes)
-    largest_bytes = max(
-        (nbytes for block in model.blocks for nbytes in _moved_bytes(model, block, anywhere)), default=0
-    )
-    return tuple(_menu(trace, model, block, costs, rows, largest_bytes) for block in model.blocks)
+    pieces = () if costs.link is None else _pieces(model, costs.min_bytes, costs.link)
+    granule_bytes = max(pieces, default=0)
+    return tuple(_menu(trace, model, block, costs, rows, granule_bytes) for block in model.blocks)
 
 
-def _moved_bytes(model: StepModel, block: BlockCalls, treatment: Treatment) -> Iterator[int]:
-    for call, saved in zip(block.calls, block.saved, strict=True):
-        yield from (part.link_bytes for part in model.moved(call, saved, treatment).values())
+def _pieces(model: StepModel, min_bytes: int, link: Link) -> Iterator[int]:
+    """Yields in what pieces the tensors of blocks may leave."""
+    anywhere = Treatment(offload=True, min_bytes=min_bytes)
+    for block in model.blocks:
+        for call, saved in zip(block.calls, block.saved, strict=True):
+            yield from (piece_bytes(part.link_bytes, link) for part in model.moved(call, saved, anywhere).values())
 
 
-def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, rows: StepRows, largest_bytes: int) -> Menu:
+def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, rows: StepRows, granule_bytes: int) -> Menu:
     options = [Option(name="keep", extra_seconds=0.0, moved_bytes=0)]
     treatments: list[Treatment | None] = [None]
     moved: dict[str, int] = {}
@@ -50,7 +51,7 @@ def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, rows:
         if (technique.tag, block.path) in costs.lost:
             continue
         for name, treatment, than in technique.block_options(trace, model, block, costs, tuple(moved)):
-            option = _priced(name, model, block, treatment, costs, largest_bytes)
+            option = _priced(name, model, block, treatment, costs, granule_bytes)
             moved[name] = option.moved_bytes
             most_bytes = moved.get(than, math.inf)
             if not treatment.offload or 0 < moved[name] < most_bytes:
@@ -70,7 +71,7 @@ def _menu(trace: Trace, model: StepModel, block: BlockCalls, costs: Costs, rows:
 
 
 def _priced(
-    name: str, model: StepModel, block: BlockCalls, treatment: Treatment, costs: Costs, largest_bytes: int
+    name: str, model: StepModel, block: BlockCalls, treatment: Treatment, costs: Costs, granule_bytes: int
 ) -> Option:
     seconds, begin_seconds, moved_bytes, beside_bytes, num_packed = 0.0, 0.0, 0, 0, 0
     parts: list[OnTheWay] = []
@@ -97,14 +98,14 @@ def _priced(
                 own_parts = passing(step, call, () if treatment.recompute else saved, moved)
                 beside_bytes += hidden_bytes(own_parts, costs.link)
                 parts += (part._replace(left_seconds=begin_seconds + part.left_seconds) for part in own_parts)
-                begin_seconds += sum(op.seconds for op in step.ops[call.start : call.end])
+                begin_seconds += _seconds(model, call.start, call.end)
     moving_seconds = moved_bytes * costs.copy_seconds_per_byte + num_packed * (costs.pack_seconds_per_element or 0.0)
     return Option(
         name=name,
         extra_seconds=seconds + moving_seconds * costs.num_passes,
         moved_bytes=moved_bytes,
         hidden_bytes=beside_bytes,
-        leaving=leaving(parts, costs.link, largest_bytes) if costs.link is not None else Leaving(),
+        leaving=leaving(parts, costs.link, granule_bytes) if costs.link is not None else Leaving(),
     )
 
 

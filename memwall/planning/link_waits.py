@@ -40,18 +40,21 @@ def passing(step: Step, call: ModuleCall, saved: Sequence[int], moved: Mapping[i
         left.setdefault(save.storage, _at(forward, save.packed - call.start))
         until = _at(backward, save.unpacked - call.backward_start)
         asked[save.storage] = min(asked.get(save.storage, until), until)
-    return [OnTheWay(part.link_bytes, left.get(index, 0.0), asked.get(index, 0.0)) for index, part in moved.items()]
+    going = ((index, part.link_bytes) for index, part in moved.items() if part.link_bytes)
+    return [OnTheWay(nbytes, left.get(index, 0.0), asked.get(index, 0.0)) for index, nbytes in going]
 
 
 def _passed(step: Step, start: int, end: int) -> list[float]:
-    return list(accumulate((op.seconds for op in step.ops[start:end]), initial=0.0))
+    """Returns what has passed before each operation; as the host issues them, where that is slower."""
+    passed = accumulate((op.seconds for op in step.ops[start:end]), initial=0.0)
+    return [max(seconds, number * step.launch_seconds) for number, seconds in enumerate(passed)]
 
 
 def _at(passed: Sequence[float], place: int) -> float:
     return passed[min(max(place, 0), len(passed) - 1)]
 
 
-def leaving(parts: Sequence[OnTheWay], link: Link, largest_bytes: int) -> Leaving:
+def leaving(parts: Sequence[OnTheWay], link: Link, granule_bytes: int) -> Leaving:
     """Returns how a block's forward and the link wait for each other while its tensors leave.
 
     What they wait for is either something of the block itself, or first of all the link: so with a queue of q seconds
@@ -59,15 +62,15 @@ def leaving(parts: Sequence[OnTheWay], link: Link, largest_bytes: int) -> Leavin
 
     Args:
         parts: in the order in which they leave, from the begin of the block's first call.
-        largest_bytes: of any tensor that leaves in the step: what is on its way gives room up tensor by tensor.
+        granule_bytes: the largest piece of any tensor in the step: what is on its way gives room up piece by piece.
     """
     if not parts:
         return Leaving()
     bytes_per_second = link.write_bytes_per_second
     long_seconds = 1.0 + parts[-1].left_seconds + sum(part.link_bytes for part in parts) / bytes_per_second
     long_seconds += link.window_bytes / bytes_per_second
-    wait_seconds, done_seconds = _waits(parts, link, largest_bytes, 0.0)
-    wait_behind, done_behind = _waits(parts, link, largest_bytes, long_seconds)
+    wait_seconds, done_seconds = _waits(parts, link, granule_bytes, 0.0)
+    wait_behind, done_behind = _waits(parts, link, granule_bytes, long_seconds)
     return Leaving(
         wait_seconds=wait_seconds,
         wait_behind_seconds=min(wait_seconds, wait_behind - long_seconds),
@@ -76,10 +79,9 @@ def leaving(parts: Sequence[OnTheWay], link: Link, largest_bytes: int) -> Leavin
     )
 
 
-def _waits(parts: Sequence[OnTheWay], link: Link, largest_bytes: int, queue_seconds: float) -> tuple[float, float]:
+def _waits(parts: Sequence[OnTheWay], link: Link, granule_bytes: int, queue_seconds: float) -> tuple[float, float]:
     """Returns how long forward waits in all, and when after its begin the last copy is done."""
     waited, free_at, leaving_bytes = 0.0, queue_seconds, 0
-    granule_bytes = _piece_bytes(largest_bytes, link)
     under_way: deque[tuple[float, int]] = deque()
     for link_bytes, left_seconds in _pieces(parts, link):
         now = left_seconds + waited
@@ -99,12 +101,12 @@ def _waits(parts: Sequence[OnTheWay], link: Link, largest_bytes: int, queue_seco
 
 def _pieces(parts: Sequence[OnTheWay], link: Link) -> Iterator[tuple[int, float]]:
     for part in parts:
-        piece_bytes = _piece_bytes(part.link_bytes, link)
-        for begin in range(0, part.link_bytes, piece_bytes):
-            yield min(piece_bytes, part.link_bytes - begin), part.left_seconds
+        most_bytes = piece_bytes(part.link_bytes, link)
+        for begin in range(0, part.link_bytes, most_bytes):
+            yield min(most_bytes, part.link_bytes - begin), part.left_seconds
 
 
-def _piece_bytes(link_bytes: int, link: Link) -> int:
+def piece_bytes(link_bytes: int, link: Link) -> int:
     """Returns how much of a tensor leaves, and gives room up, at once."""
     return link.piece_bytes if link.piece_bytes and link_bytes > link.window_bytes else link_bytes
 

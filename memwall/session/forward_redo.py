@@ -77,7 +77,7 @@ class ForwardRedo:
             self._is_disturbed |= self._thread != threading.get_ident()
             return forward(*args, **kwargs)
         if self._is_settled():
-            self._recovery.why_not_again = _TOO_SHORT
+            self._recovery.why_not_again = self._recovery.why_not_again or _TOO_SHORT
             return forward(*args, **kwargs)
         trains = self._can_be_repeated(model)
         if not (trains or self._evaluates) or _is_captured() or not self._is_worth_it(trains=trains):

@@ -20,7 +20,7 @@ from zoo import MODELS, Case, trained_parameters
 from memwall.errors import InfeasibleError
 from memwall.machine.hardware import Hardware, hardware_named
 from memwall.machine.tiers import Machine, Tier
-from memwall.planning.link_waits import OnTheWay, hidden_bytes, leaving
+from memwall.planning.link_waits import OnTheWay, hidden_bytes, leaving, piece_bytes
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.solver.evaluate import Evaluation, evaluate
@@ -55,7 +55,7 @@ def _random_instance(rng: random.Random, num_blocks: int, most_options: int = 4)
                 extra_seconds=rng.choice([0.0, rng.uniform(0.0, 3.0)]),
                 moved_bytes=sum(part.link_bytes for part in parts),
                 hidden_bytes=hidden_bytes(parts, link),
-                leaving=leaving(parts, link, 30),
+                leaving=leaving(parts, link, max(piece_bytes(size, link) for size in range(1, 31))),
             )
             options.append(option)
         blocks.append(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from memwall.planning.link_waits import OnTheWay, hidden_bytes, leaving
+from memwall.planning.link_waits import OnTheWay, hidden_bytes, leaving, piece_bytes
 from memwall.planning.solver.evaluate import evaluate
 from memwall.planning.solver.instance import BlockOptions, Instance, Link, Option, Row
 
@@ -26,16 +26,16 @@ def _moving(num_bytes: int, *, left: float = 0.0, asked: float = 0.0, forward: f
 
 
 def _linked(
-    *blocks: _Block, window_bytes: int = 1000, write: float = 10.0, read: float = 1e9, piece_bytes: int = 0
+    *blocks: _Block, window_bytes: int = 1000, write: float = 10.0, read: float = 1e9, pieces_of: int = 0
 ) -> Instance:
     link = Link(
         write_bytes_per_second=write,
         read_bytes_per_second=read,
         window_bytes=window_bytes,
         capacity_bytes=10**9,
-        piece_bytes=piece_bytes,
+        piece_bytes=pieces_of,
     )
-    largest_bytes = max((part.link_bytes for block in blocks for part in block.parts), default=0)
+    granule_bytes = max((piece_bytes(part.link_bytes, link) for block in blocks for part in block.parts), default=0)
     keep = Option(name="keep", extra_seconds=0.0, moved_bytes=0)
     options = [
         Option(
@@ -43,7 +43,7 @@ def _linked(
             extra_seconds=block.extra,
             moved_bytes=sum(part.link_bytes for part in block.parts),
             hidden_bytes=hidden_bytes(block.parts, link),
-            leaving=leaving(block.parts, link, largest_bytes),
+            leaving=leaving(block.parts, link, granule_bytes),
         )
         for block in blocks
     ]
@@ -98,7 +98,7 @@ def test_a_device_does_not_wait_for_what_the_window_has_room_for() -> None:
 @pytest.mark.parametrize(("left", "stall"), [(0.0, 2.0), (1.0, 3.0)])
 def test_a_disk_is_waited_for_until_all_has_left(left: float, stall: float) -> None:
     # 40 bytes leave in 4 s, of which the two forwards last 2 s, or what is left of them.
-    instance = _linked(_moving(40, left=left), _Block(), piece_bytes=10)
+    instance = _linked(_moving(40, left=left), _Block(), pieces_of=10)
     assert _stalls(instance, OFFLOAD, KEEP) == pytest.approx(stall, abs=1e-6)
 
 
@@ -106,7 +106,7 @@ def test_what_is_larger_than_the_window_is_waited_for_where_it_leaves() -> None:
     # A device holds all of the 50 bytes until their copy is done; of a disk's staging memory the last 30 take the room.
     whole = _linked(_moving(50), _Block(forward=9.0), window_bytes=30)
     assert _stalls(whole, OFFLOAD, KEEP) == pytest.approx(5.0, abs=1e-6)
-    pieces = _linked(_moving(50), _Block(forward=9.0), window_bytes=30, piece_bytes=10)
+    pieces = _linked(_moving(50), _Block(forward=9.0), window_bytes=30, pieces_of=10)
     assert _stalls(pieces, OFFLOAD, KEEP) == pytest.approx(2.0, abs=1e-6)
 
 
@@ -123,6 +123,13 @@ def test_what_the_block_before_has_queued_is_waited_for_as_far_as_the_window_is_
     blocks = (_moving(30), _moving(20), _Block(forward=9.0))
     assert _stalls(_linked(*blocks, window_bytes=80), 1, 1, 0) == pytest.approx(0.0, abs=1e-6)
     assert _stalls(_linked(*blocks, window_bytes=40), 1, 1, 0) == pytest.approx(2.0, abs=1e-6)
+
+
+def test_what_fits_the_window_gives_room_up_as_a_whole_whatever_larger_ones_do() -> None:
+    # The 30 leave as a whole, so the 4 behind them wait for the 2 s that are left; the 50 of another block do not help.
+    blocks = (_moving(30), _moving(4), _Block(forward=9.0), _moving(50))
+    instance = _linked(*blocks, window_bytes=32, pieces_of=4)
+    assert _stalls(instance, OFFLOAD, OFFLOAD, KEEP, KEEP) == pytest.approx(2.0, abs=1e-6)
 
 
 def test_a_wait_is_time_for_the_link() -> None:

@@ -46,7 +46,7 @@ class ActivationOffload(Closing):
 
     Args:
         pool: disk for CPU tensors; None leaves CPU tensors where they are. The caller closes it, after this.
-        window_bytes: the most memory for bytes on their way out, and again for bytes brought back ahead of their use.
+        window_bytes: the most memory for bytes on their way out, and again for what comes back ahead and in no group.
         min_bytes: tensors whose storage range is smaller stay.
         is_excluded: True for what must stay: parameters, buffers, and whatever shares a storage with them.
         host_limit_bytes: the most pinned host memory for CUDA tensors; None for no limit.

@@ -3,9 +3,10 @@
 Solvers propose, `evaluate` decides: only its peak and its seconds are ever shown, and a proposal it rejects is not
 used.
 
-How the link is timed, conservatively where the executor is free to do better:
+How the link is timed; where the executor is free to do better, it is taken not to:
 
-- Writing and reading are independent directions, each at its own constant speed.
+- Writing and reading are independent directions, each at its own constant speed. Not counted is what else passes the
+  same link: parameters and gradients that are on disk.
 - Forward: a block's tensors enter the out-queue as they are saved, and leave beside the forwards that go on. More than
   `window_bytes` are never under way: until there is room the executor waits, and that wait is a stall. What that makes
   of a queue says each option (`Leaving`).
@@ -15,7 +16,7 @@ How the link is timed, conservatively where the executor is free to do better:
   they are read in the order backward takes them, behind what that block itself still reads. The link is free for them
   in what it leaves of that block's backward seconds plus its option's extra seconds, because recomputation happens
   there. Of what is not back when the block's own backward starts, `hidden_bytes` are read beside it, and the rest is a
-  stall. Nothing runs before the last block's backward.
+  stall. Nothing runs before the last block's backward. A block that is called several times counts as one call of all.
 """
 
 from collections.abc import Iterable, Sequence
