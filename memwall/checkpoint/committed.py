@@ -116,6 +116,8 @@ class Committed:
             raise self.written_by_another(error) from error
         with self.loading("its objects"):
             self.objects = decode_objects(self.content.objects)
+        if not isinstance(self.objects, dict):
+            raise self.written_by_another(ValueError(f"its objects are {type(self.objects).__name__}, not dict"))
         missing = sorted(_NEEDED - self.objects.keys())
         if missing:
             raise self.written_by_another(ValueError(f"it has no {', '.join(missing)}"))

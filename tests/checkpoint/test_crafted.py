@@ -1,11 +1,13 @@
 """A step whose digests are right and whose contents are not, as a stranger's may be, is refused in one clear error."""
 
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
+import torch
 
 from memwall.checkpoint.committed import Committed, Content
 from memwall.checkpoint.training_state import TensorRecord, check_records, encode_objects
@@ -17,7 +19,11 @@ WHOLE: dict[str, Any] = {"optimizer": OPTIMIZER, "helpers": [], "random": {}, "l
 
 
 def committed(objects: dict[str, Any]) -> Committed:
-    content = msgspec.msgpack.encode(Content(tensors=(), objects=encode_objects(objects), plan=None))
+    return committed_as(encode_objects(objects))
+
+
+def committed_as(objects: bytes) -> Committed:
+    content = msgspec.msgpack.encode(Content(tensors=(), objects=objects, plan=None))
     found = SimpleNamespace(step=4, content=content, buckets=())
     return Committed(cast(Any, SimpleNamespace(directory="DIR")), cast(Any, found))
 
@@ -41,6 +47,14 @@ def test_a_step_without_tensors_is_read() -> None:
 def test_one_whose_parts_are_something_else_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(StoreError, match="step 4 in DIR was committed by another version of memwall"):
         committed(WHOLE | changed)
+
+
+@pytest.mark.parametrize("objects", [3, "objects", [WHOLE]])
+def test_one_whose_objects_are_none_is_refused(objects: Any) -> None:
+    written = io.BytesIO()
+    torch.save(objects, written)
+    with pytest.raises(StoreError, match=r"by another version of memwall \(its objects are \w+, not dict\)"):
+        committed_as(written.getvalue())
 
 
 @pytest.mark.parametrize("stride", [(0, 1), (1, 1), (6, 2)])
