@@ -172,7 +172,7 @@ def test_an_answer_over_the_budget_is_cut_off_and_the_next_one_taken(
     while (optimum := solve_milp(instance, gap_share_of_step=0.0)) is None or evaluate(instance, (0,) * 4).fits:
         instance = random_instance(rng, 4)
     monkeypatch.setattr(milp, "_MOST_SOLVES", 300)
-    monkeypatch.setattr(milp._Program, "add_bytes_row", lambda *_: None)
+    monkeypatch.setattr(milp.Program, "add_bytes_row", lambda *_: None)
     answer = solve_milp(instance, gap_share_of_step=0.0)
     assert answer is not None
     assert evaluate(instance, answer.options).fits

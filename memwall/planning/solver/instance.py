@@ -76,8 +76,8 @@ class Link(Struct, frozen=True, kw_only=True):
     capacity_bytes: int
     """Room on the tier for everything moved."""
     piece_bytes: int = 0
-    """What is larger than the window leaves in copies of such pieces, all of which backward reads again: a disk's way.
-    0: it leaves as a whole, and what is still on its way when backward begins never leaves: a device's."""
+    """Tensors larger than the window leave in copies of such pieces, and backward reads all of them: a disk's way.
+    0: each leaves as a whole, and what is still on its way when backward begins never leaves: a device's."""
 
 
 class Instance(Struct, frozen=True, kw_only=True, dict=True):

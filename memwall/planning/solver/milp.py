@@ -6,14 +6,14 @@ the answer is evaluated in integer bytes, and one that is over the budget is cut
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from memwall.planning.solver.evaluate import cheapest, evaluate
 from memwall.planning.solver.instance import Choice, Instance, Int64s
+from memwall.planning.solver.program import Program
 from memwall.planning.solver.quiet_streams import nothing_printed
 from memwall.planning.solver.rounding import rounded
 
@@ -26,7 +26,6 @@ _MOST_SECONDS = 10.0
 _MOST_NODES = 8_000
 """Nodes of the search, times binaries: the deeper a model, the longer each takes, and the less it finds."""
 _GAP_SHARE_OF_PEAK = 0.001
-_ROW_SCALE = 1 << 12
 _MOST_BYTES = 1 << 61
 # HighsInfo's kSolutionStatusFeasible; after a time limit the incumbent has it too.
 _FEASIBLE = 2
@@ -118,72 +117,7 @@ def milp_lowest_peak(instance: Instance, *, start: tuple[int, ...]) -> tuple[int
     return found if found and evaluate(anything, found).fits else start
 
 
-class _Program:
-    """Holds columns and rows for HiGHS. The binaries come first, those of a block from offsets[block] on."""
-
-    def __init__(self, instance: Instance) -> None:
-        room_bytes = instance.link.capacity_bytes if instance.link else 0
-        self.costs: list[float] = []
-        self.uppers: list[float] = []
-        self.row_lowers: list[float] = []
-        self.row_uppers: list[float] = []
-        self.row_starts: list[int] = [0]
-        self.columns: list[int] = []
-        self.values: list[float] = []
-        self.offsets: list[int] = []
-        self.ties = 0.0
-        self.unit_bytes = 1
-        self.may: list[list[int]] = []
-        for block in instance.blocks:
-            self.offsets.append(len(self.costs))
-            self.may.append([o for o, option in enumerate(block.options) if option.moved_bytes <= room_bytes])
-            for option in block.options:
-                self.add_column(0.0, 1.0 if option.moved_bytes <= room_bytes else 0.0)
-        self.num_binaries = len(self.costs)
-        for offset, block in zip(self.offsets, instance.blocks, strict=True):
-            self.add_row([(offset + o, 1.0) for o in range(len(block.options))], 1.0, 1.0)
-        self.allowed = np.array([x for i in range(len(self.offsets)) for x, _ in self.each(i)], dtype=np.intp)
-        moved = [option.moved_bytes for block in instance.blocks for option in block.options]
-        sizes = np.array(moved, dtype=np.int64)[self.allowed]
-        self.add_bytes_row(self.allowed[sizes > 0], sizes[sizes > 0], room_bytes)
-
-    def each(self, block: int) -> Iterator[tuple[int, int]]:
-        """Yields (column, option) of the options of a block that may be chosen."""
-        return ((self.offsets[block] + option, option) for option in self.may[block])
-
-    def add_column(self, cost: float, upper: float) -> int:
-        self.costs.append(cost)
-        self.uppers.append(upper)
-        return len(self.costs) - 1
-
-    def add_row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> None:
-        self.row_lowers.append(lower)
-        self.row_uppers.append(upper)
-        self.columns.extend(column for column, _ in terms)
-        self.values.extend(value for _, value in terms)
-        self.row_starts.append(len(self.columns))
-
-    def add_bytes_row(self, columns: NDArray[np.intp], sizes: Int64s, room_bytes: int) -> None:
-        """Adds sum of non-negative integers <= room, divided by their common divisor and scaled to what floats keep."""
-        for column in columns[sizes > room_bytes]:
-            self.uppers[column] = 0.0
-        columns, sizes = columns[sizes <= room_bytes], sizes[sizes <= room_bytes]
-        if room_bytes >= int(sizes.sum()):
-            return
-        divisor = int(np.gcd.reduce(sizes))
-        room = room_bytes // divisor
-        scale = max(1.0, 2.0 ** math.ceil(math.log2(max(1, room) / _ROW_SCALE)))
-        self.add_terms(columns, sizes / divisor / scale, -math.inf, room / scale)
-
-    def add_terms(self, columns: NDArray[np.intp], values: NDArray[np.float64], lower: float, upper: float) -> None:
-        self.row_lowers.append(lower)
-        self.row_uppers.append(upper)
-        self.columns.extend(columns.tolist())
-        self.values.extend(values.tolist())
-        self.row_starts.append(len(self.columns))
-
-
-def _row_terms(program: _Program, instance: Instance) -> tuple[Int64s, Int64s]:
+def _row_terms(program: Program, instance: Instance) -> tuple[Int64s, Int64s]:
     """Returns bytes above each block's least option [rows, allowed columns], and the sums of those leasts [rows].
 
     Of what is not allowed nothing is told. Smaller numbers are what a solver does better with.
@@ -197,9 +131,9 @@ def _row_terms(program: _Program, instance: Instance) -> tuple[Int64s, Int64s]:
     return held - np.repeat(least, counts, axis=1), least.sum(axis=1)
 
 
-def _seconds_program(instance: Instance, unit_seconds: float) -> _Program | None:
+def _seconds_program(instance: Instance, unit_seconds: float) -> Program | None:
     """Asks for least seconds, in `unit_seconds`; None where a row is over the budget whatever is chosen."""
-    program = _Program(instance)
+    program = Program(instance)
     if instance.rows:
         above, least_bytes = _row_terms(program, instance)
         # What a file claims may be more than a number of 64 bits holds, with what is taken off it.
@@ -225,7 +159,7 @@ def _seconds_program(instance: Instance, unit_seconds: float) -> _Program | None
     return program
 
 
-def _add_writes(program: _Program, instance: Instance, unit_seconds: float) -> None:
+def _add_writes(program: Program, instance: Instance, unit_seconds: float) -> None:
     """Adds the out-queue, in time: of both figures of `Leaving` a row each, for the wait and for when the link is done.
 
     What is waited for without a queue is a price of the option; a stall is only what comes on top.
@@ -258,7 +192,7 @@ def _add_writes(program: _Program, instance: Instance, unit_seconds: float) -> N
         before = [(queue, 1.0)]
 
 
-def _add_reads(program: _Program, instance: Instance, unit_seconds: float) -> None:
+def _add_reads(program: Program, instance: Instance, unit_seconds: float) -> None:
     """Adds reading back: ahead[i] <= what the link has left beside block i + 1; stall[i] >= lead - ahead[i].
 
     What no choice of the block after it can hide is a price of the option; a stall is only the rest.
@@ -298,11 +232,11 @@ def _add_reads(program: _Program, instance: Instance, unit_seconds: float) -> No
         most_idle = base + max((block.options[o].extra_seconds for _, o in program.each(i)), default=0.0) / unit_seconds
 
 
-def _peak_program(instance: Instance) -> _Program | None:
+def _peak_program(instance: Instance) -> Program | None:
     """Asks for the least peak, which is the last column, in units that keep it near a few thousand."""
     if not instance.rows:
         return None
-    program = _Program(instance)
+    program = Program(instance)
     above, least_bytes = _row_terms(program, instance)
     program.unit_bytes = max(1, _largest_bytes(instance) // (1 << 20))
     floors = least_bytes + instance.fixed_bytes
@@ -327,7 +261,7 @@ class _Found(NamedTuple):
     bound: float
 
 
-def _near_relaxed(instance: Instance, program: _Program) -> _Found:
+def _near_relaxed(instance: Instance, program: Program) -> _Found:
     """Returns the choice next to the optimum of the program without integers, and that optimum as its bound.
 
     The bound is infinite where not even parts of options fit.
@@ -346,7 +280,7 @@ def _near_relaxed(instance: Instance, program: _Program) -> _Found:
     return _Found(rounded(instance, shares), float(info.objective_function_value))
 
 
-def _linear(program: _Program) -> "highspy.HighsLp":
+def _linear(program: Program) -> "highspy.HighsLp":
     import highspy
 
     lp = highspy.HighsLp()
@@ -363,7 +297,7 @@ def _linear(program: _Program) -> "highspy.HighsLp":
     return lp
 
 
-def _run(program: _Program, *, start: tuple[int, ...] | None, absolute_gap: float) -> _Found:
+def _run(program: Program, *, start: tuple[int, ...] | None, absolute_gap: float) -> _Found:
     """Returns the best integer solution HiGHS finds, and its bound in the program's units (-inf for none)."""
     import highspy
 
@@ -403,7 +337,7 @@ def _solver() -> "highspy.Highs":
     return solver
 
 
-def _read(solver: "highspy.Highs", program: _Program) -> _Found:
+def _read(solver: "highspy.Highs", program: Program) -> _Found:
     info = solver.getInfo()
     bound = float(info.mip_dual_bound)
     bound = bound if math.isfinite(bound) else -math.inf
