@@ -90,7 +90,7 @@ def test_exactly_the_budget_fits_and_one_byte_less_does_not() -> None:
 
 
 def test_a_device_does_not_wait_for_what_the_window_has_room_for() -> None:
-    """What is still on its way when backward begins never leaves."""
+    """A tensor that is still on its way when backward begins never leaves."""
     instance = _linked(_moving(40), _Block())
     assert _stalls(instance, OFFLOAD, KEEP) == pytest.approx(0.0, abs=1e-6)
 
