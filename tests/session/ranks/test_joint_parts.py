@@ -32,12 +32,13 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(64, 1)
-        self.place, self.num_left, self.asked = "", 0, "4.00 MiB"
+        self.place, self.num_left, self.asked = "", 0, "9.00 MiB"
 
     def passes(self, place):
-        "Fails where the step holds nearly what it holds at most, which is what plans after it may need."
+        "Fails, with more held than plans foresee: by chance a process holds 20 MiB less, which is all of these plans."
         if place == self.place and self.num_left:
             self.num_left -= 1
+            ballast = torch.ones(10, 1024, 1024)
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {self.asked}. GPU 0 has no more")
 
     def forward(self, values):
@@ -55,7 +56,7 @@ def digest(model):
         found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
-def trained(place="", who=(), times=1, num_parts=1, asked="4.00 MiB", at=2, bare=False, over_ranks=False,
+def trained(place="", who=(), times=1, num_parts=1, asked="9.00 MiB", at=2, bare=False, over_ranks=False,
             accumulates=False, last=384, fsdp2=False, uneven=0):
     "What three steps come to, by how many recoveries; the ranks in `who` run out of memory in the second one."
     torch.manual_seed(0)
@@ -81,7 +82,6 @@ def trained(place="", who=(), times=1, num_parts=1, asked="4.00 MiB", at=2, bare
                 def loss_of(rows):
                     if inner.place == "a mistake":
                         raise ApplyError("this is no lack of memory")
-                    held = torch.ones(384, 16, 1024) if inner.place == "before the model" and inner.num_left else None
                     inner.passes("before the model")
                     return model(rows).square().mean()
                 waits = accumulates and part < num_here - 1
