@@ -189,7 +189,8 @@ def run_script(
     """
     run, status = ScriptRun(name, session, checkpoint=checkpoint, is_last=is_last), 1
     try:
-        status = execute(name, args, is_module=is_module, explained=session.explained)
+        has_budget = session.budget_bytes > 0
+        status = execute(name, args, is_module=is_module, explained=session.explained, has_budget=has_budget)
     except OutOfMemoryError as error:
         if checkpoint is not None and session.budget_bytes:
             raise note_failure(

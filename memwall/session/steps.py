@@ -148,7 +148,6 @@ class Steps:
     def end(self, *, completed: bool) -> None:
         """Ends what is measured; of a run that has ended well a first step that was alone is planned."""
         self._note_engine_failure()
-        self._unseen.end()
         if completed:
             self._clock.settle()
         self.log.flush()

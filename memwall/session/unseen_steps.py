@@ -1,8 +1,7 @@
 """Steps whose gradients torch.func computes: no hook sees what they save, so no plan makes them smaller.
 
-What they free is returned before the budget is passed, and a gradient that nothing differentiates keeps no graph.
-Whether that is enough shows once the first of them is over: then the run goes on, or is refused with a budget that has
-room for such steps.
+What they free is returned before the budget is passed. Whether that is enough shows once the first of them is over:
+then the run goes on, or is refused with a budget that has room for such steps.
 """
 
 import weakref
@@ -17,7 +16,6 @@ from memwall.machine.meter import process_bytes
 from memwall.predict.process import budget_for
 from memwall.session.measurements import Measurements
 from memwall.torch_internals.autograd import execution_is_transformed
-from memwall.torch_internals.transforms import without_needless_graphs
 from memwall.units import format_bytes
 
 _NUM_LOOKED_AT = 3
@@ -74,14 +72,6 @@ class UnseenSteps:
         self._base_bytes = self._live_bytes = self._num_steps = 0
         self._num_optimizer_steps: int | None = None
         self._num_backwards = self._standing_bytes = 0
-        self._keep_graphs: Callable[[], None] | None = None
-        """Has gradients keep the graphs again that nothing asks for; None where they keep them."""
-
-    def end(self) -> None:
-        """Has gradients keep what they do without a session."""
-        if self._keep_graphs is not None:
-            self._keep_graphs()
-            self._keep_graphs = None
 
     def backward_begins(self, trains: Callable[[], bool] = lambda: True) -> None:
         """Judges a script that has called no model until now, when one of its first backwards begins.
@@ -151,8 +141,6 @@ class UnseenSteps:
         if budget_bytes and self._allocator.policy is None:
             self._allocator.apply_tight(max(1, budget_bytes - _LEFT_BYTES))
         self._allocator.hold_limit()
-        if budget_bytes and self._keep_graphs is None:
-            self._keep_graphs = without_needless_graphs()
 
     def _judge(self, parameter_bytes: int, why: str, instead: str) -> None:
         # What the loop holds of a step is there while the next one makes the same: the graph of a gradient, say.

@@ -1,10 +1,9 @@
 """A run by torch.func, whose steps no plan makes smaller, is refused before its second step where the first was too
 large, with a budget that has room for the next ones."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -41,8 +40,6 @@ class Untouched(AllocatorHandler):
 class Run:
     """Trains a network by torch.func, each of whose steps holds what it is told."""
 
-    of_the_test: ClassVar[list["Run"]] = []
-
     def __init__(self, budget_bytes: int, *, is_ended_by_optimizer: bool = False) -> None:
         self.num_optimizer_steps = 0
         self.held, self.model = Held(), nn.Linear(1024, 1024)
@@ -51,7 +48,6 @@ class Run:
         self.model.register_forward_pre_hook(self._before_forward)
         self._is_ended_by_optimizer = is_ended_by_optimizer
         self.weights = {name: value.detach() for name, value in self.model.named_parameters()}
-        self.of_the_test.append(self)
 
     def _before_forward(self, model: nn.Module, _: object) -> None:
         self.unseen.forward_begins(model, self.num_optimizer_steps if self._is_ended_by_optimizer else None)
@@ -66,14 +62,6 @@ class Run:
 
         gradients = grad(loss_of)(self.weights)
         self.weights = {name: value - 0.1 * gradients[name] for name, value in self.weights.items()}
-
-
-@pytest.fixture(autouse=True)
-def _ended() -> Iterator[None]:
-    """Ends the runs of a test, as a session does."""
-    yield
-    while Run.of_the_test:
-        Run.of_the_test.pop().unseen.end()
 
 
 def test_the_step_after_one_that_has_passed_the_budget_is_refused() -> None:
@@ -154,6 +142,21 @@ for step in range(3):
 """
 
 
+BY_FUNC = """
+import torch
+from torch.func import functional_call, grad
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+def loss_of(weights):
+    out = functional_call(model, weights, (torch.ones(3, 4),))
+HOOK
+    return out.square().sum()
+for step in range(3):
+    gradients = grad(loss_of)(weights)
+    weights = {name: value - 0.1 * gradients[name] for name, value in weights.items()}
+"""
+
+
 @pytest.mark.parametrize(("budget", "status", "steps"), [("8GiB", 0, "0 1 2 "), ("32MiB", 3, "0 ")])
 @pytest.mark.parametrize(
     ("script", "advice", "is_told_early"),
@@ -210,17 +213,19 @@ def test_gradients_by_torch_func_of_copies_that_an_optimizer_trains_are_judged_a
     assert "gradients are computed by torch.func" in capsys.readouterr().err
 
 
-def test_steps_by_torch_func_keep_no_graph_that_nothing_differentiates() -> None:
-    """GIVEN a run under a budget WHEN torch.func computes gradients THEN their backward is recorded after it alone."""
-    run, recorded = Run(budget_bytes=100 * MIB), list[bool]()
+@pytest.mark.parametrize(("hook", "recorded"), [("", False), ("    out.register_hook(lambda given: given)\n", True)])
+def test_a_script_by_torch_func_keeps_no_graph_that_nothing_differentiates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, recorded: bool
+) -> None:
+    """GIVEN a budget WHEN a script's gradients come from torch.func THEN the first ones are not recorded already."""
+    monkeypatch.chdir(tmp_path)
+    found, original = list[bool](), torch.autograd.grad
 
-    def hook(_model: nn.Module, _given: object, out: Tensor) -> None:
-        out.register_hook(lambda gradient: recorded.append(gradient.requires_grad))
+    def computed(*args: Any, create_graph: bool = False, **kwargs: Any) -> Any:
+        found.append(create_graph)
+        return original(*args, create_graph=create_graph, **kwargs)
 
-    run.model.register_forward_hook(hook)
-    gradient = grad(lambda weights: functional_call(run.model, weights, torch.ones(1, 1024)).square().sum())
-    gradient(run.weights)
-    run.unseen.end()
-    run.model._forward_pre_hooks.clear()
-    gradient(run.weights)
-    assert recorded == [False, True]
+    monkeypatch.setattr(torch.autograd, "grad", computed)
+    Path("train.py").write_text(BY_FUNC.replace("HOOK\n", hook))
+    assert main(["run", "--budget", "8GiB", "train.py"]) == 0
+    assert found == [recorded] * 3

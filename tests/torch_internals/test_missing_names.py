@@ -200,9 +200,10 @@ WITHOUT: dict[ModuleType, dict[str, tuple[Asked, Any]]] = {
         },
     },
     transforms: {
-        path: (lambda door: door.without_needless_graphs(), None)
+        path: (lambda door: door.without_needless_graphs(Patches("a test")), None)
         for path in (
-            "torch._functorch.eager_transforms._autograd_grad",
+            "torch.autograd.function._HookMixin",
+            *(f"torch._functorch.eager_transforms.{name}" for name in ("_autograd_grad", "_grad_increment_nesting")),
             *(
                 f"torch._C._functorch.{name}"
                 for name in ("get_interpreter_stack", "TransformType", "maybe_get_level", "get_unwrapped")

@@ -3,62 +3,128 @@
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchgen
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.func import grad, hessian, jacrev, vjp, vmap
 
+from memwall.patches import Patches
 from memwall.torch_internals.transforms import _PLAIN, without_needless_graphs
 
 
 @pytest.fixture
-def ends_graphs() -> Iterator[Callable[[], None]]:
-    end = without_needless_graphs()
-    assert end is not None
-    yield end
-    end()
+def _ends_graphs() -> Iterator[None]:
+    with Patches("a test") as patches:
+        without_needless_graphs(patches)
+        yield
 
 
-class Watched:
-    """Computes a loss, and sees whether its backward is recorded."""
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Returns whether each gradient that is computed from now on has its backward recorded."""
+    found, original = list[bool](), torch.autograd.grad
 
-    def __init__(self) -> None:
-        self.recorded: list[bool] = []
+    def computed(*args: Any, create_graph: bool, **kwargs: Any) -> Any:
+        found.append(create_graph)
+        return original(*args, create_graph=create_graph, **kwargs)
 
-    def __call__(self, given: Tensor, other: Tensor | None = None) -> Tensor:
-        product = given.tanh() if other is None else given.tanh() * other
-        product.register_hook(lambda gradient: self.recorded.append(gradient.requires_grad))
-        return product.exp().sum()
+    monkeypatch.setattr(torch.autograd, "grad", computed)
+    return found
+
+
+def exponential(given: Tensor, other: Tensor | None = None) -> Tensor:
+    return (given.tanh() if other is None else given.tanh() * other).exp().sum()
+
+
+def without_graphs(transformed: Callable[..., Any], *args: Any) -> Any:
+    with Patches("a test") as patches:
+        without_needless_graphs(patches)
+        return transformed(*args)
 
 
 @pytest.mark.parametrize("transform", [grad, lambda loss: vmap(grad(loss))], ids=["grad", "vmap of grad"])
 def test_a_gradient_that_nothing_differentiates_keeps_no_graph(
-    transform: Callable[[Watched], Callable[..., Tensor]],
+    transform: Callable[..., Callable[[Tensor], Tensor]], recorded: list[bool]
 ) -> None:
-    given, loss = torch.randn(4, 3), Watched()
-    expected = transform(loss)(given)
-    end = without_needless_graphs()
-    assert end is not None
-    try:
-        assert torch.equal(transform(loss)(given), expected)
-    finally:
-        end()
-    assert torch.equal(transform(loss)(given), expected)
-    assert loss.recorded == [True, False, True]
+    given, gradient = torch.randn(4, 3), transform(exponential)
+    expected = gradient(given)
+    assert torch.equal(without_graphs(gradient, given), expected)
+    assert torch.equal(gradient(given), expected)
+    assert recorded == [True, False, True]
 
 
-@pytest.mark.usefixtures("ends_graphs")
-def test_a_gradient_of_what_requires_one_outside_keeps_its_graph() -> None:
-    given, loss = torch.randn(3, requires_grad=True), Watched()
-    grad(loss)(given).square().sum().backward()
-    assert loss.recorded[0]
+@pytest.mark.usefixtures("_ends_graphs")
+def test_a_gradient_of_what_requires_one_outside_keeps_its_graph(recorded: list[bool]) -> None:
+    given = torch.randn(3, requires_grad=True)
+    grad(exponential)(given).square().sum().backward()
     other = torch.randn(3, requires_grad=True)
-    grad(loss)(given.detach(), other).sum().backward()
+    grad(exponential)(given.detach(), other).sum().backward()
     assert other.grad is not None
-    assert loss.recorded[-1]
+    assert recorded == [True, True]
+
+
+Register = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Any]
+HOOKS: dict[str, Register] = {
+    "tensor": lambda _, h, hook: h.register_hook(hook),
+    "argument": lambda x, _, hook: x.register_hook(hook),
+    "node": lambda _, h, hook: h.grad_fn.register_hook(lambda found, _: tuple(map(hook, found))),
+    "node before": lambda _, h, hook: h.grad_fn.register_prehook(lambda given: tuple(map(hook, given))),
+    "edge": lambda _, h, hook: get_gradient_edge(h).node.register_prehook(lambda given: tuple(map(hook, given))),
+    "within another gradient": lambda x, h, hook: grad(lambda y: h.register_hook(hook) and y.sum())(x.detach()),
+}
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
+@pytest.mark.parametrize("transform", [grad, lambda loss: vmap(grad(loss)), jacrev], ids=["grad", "vmap", "jacrev"])
+def test_what_a_hook_brings_in_has_its_gradient(
+    register: Register, transform: Callable[..., Callable[[Tensor], Tensor]]
+) -> None:
+    """GIVEN a hook that multiplies by something trained outside THEN that gets the gradient of plain torch."""
+    scale, given = torch.tensor(3.0, requires_grad=True), torch.randn(2, 3)
+
+    def loss(x: Tensor) -> Tensor:
+        h = x.tanh()
+        register(x, h, lambda gradient: gradient * scale)
+        return h.exp().sum()
+
+    def gradients() -> tuple[Tensor, ...]:
+        found = transform(loss)(given)
+        return found, *torch.autograd.grad(found.square().sum(), scale)
+
+    expected = gradients()
+    assert all(map(torch.equal, without_graphs(gradients), expected))
+
+
+def test_a_hook_from_before_it_was_known_who_looks_is_heeded() -> None:
+    """GIVEN a function that has registered a hook WHEN graphs are let go from within it THEN it keeps its own."""
+    scale, patches = torch.tensor(3.0, requires_grad=True), Patches("a test")
+
+    def loss(x: Tensor) -> Tensor:
+        h = x.tanh()
+        h.register_hook(lambda gradient: gradient * scale)
+        without_needless_graphs(patches)
+        return h.exp().sum()
+
+    with patches:
+        grad(loss)(torch.randn(3)).sum().backward()
+    assert scale.grad is not None
+
+
+@pytest.mark.usefixtures("_ends_graphs")
+def test_a_hook_has_the_graph_of_its_own_gradient_kept_alone(recorded: list[bool]) -> None:
+    def hooked(x: Tensor) -> Tensor:
+        h = x.tanh()
+        h.register_hook(lambda gradient: gradient)
+        return h.sum()
+
+    for function in (hooked, exponential, hooked):
+        grad(function)(torch.randn(3))
+    assert recorded == [True, False, True]
 
 
 @pytest.mark.parametrize("transform", [hessian, lambda loss: grad(lambda x: grad(loss)(x).sum()), jacrev])
@@ -70,16 +136,10 @@ def test_a_transform_around_a_gradient_still_differentiates_it(
     def loss(x: Tensor) -> Tensor:
         return x.tanh().exp().sum()
 
-    expected = transform(loss)(given)
-    end = without_needless_graphs()
-    assert end is not None
-    try:
-        assert torch.equal(transform(loss)(given), expected)
-    finally:
-        end()
+    assert torch.equal(without_graphs(transform(loss), given), transform(loss)(given))
 
 
-@pytest.mark.usefixtures("ends_graphs")
+@pytest.mark.usefixtures("_ends_graphs")
 def test_a_function_that_returns_gradients_can_be_called_again() -> None:
     pull_back = vjp(lambda x: x.tanh().exp(), torch.randn(3))[1]
     first = pull_back(torch.ones(3))[0]
@@ -87,14 +147,14 @@ def test_a_function_that_returns_gradients_can_be_called_again() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ends_graphs")
+@pytest.mark.usefixtures("_ends_graphs")
 def test_compiled_gradients_are_compiled_as_before() -> None:
     compiled = torch.compile(grad(lambda x: x.tanh().exp().sum()), backend="eager", fullgraph=True)
     given = torch.randn(3)
     assert torch.allclose(compiled(given), grad(lambda x: x.tanh().exp().sum())(given))
 
 
-@pytest.mark.usefixtures("ends_graphs")
+@pytest.mark.usefixtures("_ends_graphs")
 @pytest.mark.parametrize(
     "forward",
     [
@@ -106,28 +166,29 @@ def test_compiled_gradients_are_compiled_as_before() -> None:
     ],
     ids=["group norm", "silu", "mish", "rms norm", "dropout"],
 )
-def test_a_backward_that_has_two_formulas_keeps_its_graph(forward: Callable[[Tensor], Tensor]) -> None:
+def test_a_backward_that_has_two_formulas_keeps_its_graph(
+    forward: Callable[[Tensor], Tensor], recorded: list[bool]
+) -> None:
     """GIVEN an operator that torch differentiates otherwise where that is recorded THEN its bits are as ever."""
-    loss, given = Watched(), torch.randn(3, 4, 4)
-    grad(lambda x: loss(forward(x * 2)))(given)
-    assert loss.recorded == [True]
+    grad(lambda x: exponential(forward(x * 2)))(torch.randn(3, 4, 4))
+    assert recorded == [True]
 
 
-@pytest.mark.usefixtures("ends_graphs")
-def test_a_network_of_plain_layers_keeps_no_graph_and_has_equal_gradients() -> None:
+@pytest.mark.usefixtures("_ends_graphs")
+def test_a_network_of_plain_layers_keeps_no_graph_and_has_equal_gradients(recorded: list[bool]) -> None:
     given, weight, bias = torch.randn(5, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4)
-    matrix, loss = torch.randn(6, 144), Watched()
+    matrix = torch.randn(6, 144)
 
     def of(weight: Tensor, matrix: Tensor) -> Tensor:
         x = F.gelu(F.conv2d(given, weight, bias)).flatten(1)
         x = F.layer_norm(F.linear(x, matrix).relu(), (6,)).softmax(-1)
-        return F.cross_entropy(x + loss(x) * 0, torch.arange(5))
+        return F.cross_entropy(x, torch.arange(5))
 
     found = grad(of, argnums=(0, 1))(weight, matrix)
     leaves = weight.clone().requires_grad_(), matrix.clone().requires_grad_()
     expected = torch.autograd.grad(of(*leaves), leaves, create_graph=True)
     assert all(map(torch.equal, found, expected))
-    assert loss.recorded[0] is False
+    assert recorded == [False, True]
 
 
 def test_no_formula_of_plain_steps_asks_whether_it_is_recorded() -> None:

@@ -55,7 +55,9 @@ def run_as_is(
     status = 1
     room.start()
     try:
-        status = execute(script.name, script.arguments, is_module=script.is_module, explained=explained)
+        status = execute(
+            script.name, script.arguments, is_module=script.is_module, explained=explained, has_budget=True
+        )
     finally:
         room.close()
         if planned is not None:

@@ -13,7 +13,9 @@ from memwall.errors import MemwallError
 from memwall.integrations.scripts.threads import ThreadFailures
 from memwall.patches import Patches
 from memwall.torch_internals.compiler import num_compiled
+from memwall.torch_internals.transforms import without_needless_graphs
 
+_LETS_GO = "has gradients of torch.func keep no graph that nothing differentiates"
 _INTERRUPTED = 130  # what a shell shows for a program that Ctrl-C ended: 128 + SIGINT
 _OF_COMPILED = (
     ". If torch.compile was given the function that calls the model, give it the model: memwall plans what calls it"
@@ -38,19 +40,23 @@ def execute(
     *,
     is_module: bool,
     explained: Callable[[BaseException], MemwallError | None] = lambda _: None,
+    has_budget: bool = False,
 ) -> int:
     """Runs a script as `python name args` would; returns the status it asks for, 1 if it raised.
 
     Args:
         explained: what a failure means to memwall; None where it is the script's own.
+        has_budget: its gradients by `torch.func` are to keep no graph that nothing differentiates.
 
     Raises:
         MemwallError: one that the script, or a thread of it, let pass.
         ScriptEnded: likewise.
     """
     threads = ThreadFailures(explained)
-    with Patches("ends a script when a thread of it has failed") as patches:
+    with Patches("ends a script when a thread of it has failed") as patches, Patches(_LETS_GO) as of_gradients:
         threads.listen(patches)
+        if has_budget:
+            without_needless_graphs(of_gradients)
         try:
             status = _executed(name, args, is_module=is_module, explained=explained, threads=threads)
         finally:
