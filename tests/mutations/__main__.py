@@ -14,9 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from table import MUTATIONS, Mutation
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from mutations.table import MUTATIONS, Mutation  # noqa: E402
+
 COPIED = ("memwall", "triton_kernels", "tests", "benchmarks", "docs")
 FILES = ("pyproject.toml", "README.md")
 FAILED = 1

@@ -1,36 +1,18 @@
 """Faults that the project has had, each as a change of one place that brings it back, and the tests that find it."""
 
-from typing import NamedTuple
+from mutations.execution import EXECUTION
+from mutations.mutation import Mutation
 
 __all__ = ["MUTATIONS", "Mutation"]
 
-
-class Mutation(NamedTuple):
-    """Names a fault, the text in a file that keeps it away, what stands there with the fault, and who notices.
-
-    The text occurs once in its file. Tests are what pytest takes: files, or names in them.
-    """
-
-    fault: str
-    path: str
-    text: str
-    faulty: str
-    tests: tuple[str, ...]
-
-
-JOURNAL = "memwall/store/journal.py"
-GENERATION = "memwall/store/generation.py"
-HIDDEN = "memwall/apply/blocks/hidden_state.py"
-ENGINE = "memwall/apply/offload/engine.py"
-PATCHES = "memwall/patches.py"
-
 MUTATIONS = (
+    *EXECUTION,
     Mutation(
         "the actions of a plan that is made again do not prove themselves",
         "memwall/session/plan_in_effect.py",
         "        applied.apply()\n",
         "        applied.apply()\n        applied._num_steps = 2 * (self.num_changes > 0)\n",
-        ("tests/apply/test_proofs.py",),
+        ("tests/apply/test_proofs_again.py",),
     ),
     Mutation(
         "the records of a step are made while pages that its tensors have left are resident",
@@ -110,76 +92,6 @@ MUTATIONS = (
         ("tests/trace/test_file.py",),
     ),
     Mutation(
-        "a checkpoint is written through a hard link, into somebody else's file",
-        "memwall/store/own_file.py",
-        "if found.st_nlink > 1:",
-        "if found.st_nlink > 9:",
-        ("tests/store/test_journal_files.py",),
-    ),
-    Mutation(
-        "a commit's record may reach the disk before what it points to",
-        JOURNAL,
-        "        self._sync_data()\n        record = Record(",
-        "        record = Record(",
-        ("tests/store/test_journal_crashes.py", "tests/store/test_journal.py"),
-    ),
-    Mutation(
-        "a commit is over before its record is on disk",
-        JOURNAL,
-        "        self._sync_commit()\n        self._check_is_there()\n        return Generation(",
-        "        self._check_is_there()\n        return Generation(",
-        ("tests/store/test_journal_crashes.py", "tests/store/test_journal.py"),
-    ),
-    Mutation(
-        "a run continues from a damaged table of contents",
-        GENERATION,
-        "if digest_of(contents) != record.meta_digest:",
-        "if False:",
-        ("tests/store/test_journal.py",),
-    ),
-    Mutation(
-        "a run continues from a damaged bucket",
-        GENERATION,
-        "if crc32(block) != checksum:",
-        "if False:",
-        ("tests/store/test_journal.py",),
-    ),
-    Mutation(
-        "bytes that came back different from disk are trained on",
-        "memwall/store/workers.py",
-        "if transfer.slot.checksums.get(slot_offset) != crc32(view):",
-        "if False:",
-        ("tests/store/test_transfer.py",),
-    ),
-    Mutation(
-        "undoing takes back what somebody else has changed since",
-        PATCHES,
-        "elif self.slot.has(self.value):",
-        "elif self.slot.is_there:",
-        ("tests/test_patches.py",),
-    ),
-    Mutation(
-        "changes are taken back in the order in which they were made",
-        PATCHES,
-        "for undo in reversed(undos):",
-        "for undo in undos:",
-        ("tests/test_patches.py",),
-    ),
-    Mutation(
-        "parameters that autograd saves are offloaded like activations",
-        "memwall/apply/offload/parking.py",
-        "return tensor.untyped_storage().data_ptr() in addresses",
-        "return False",
-        ("tests/apply/test_parking.py",),
-    ),
-    Mutation(
-        "a storage that was written between two saves comes back as it was at the first",
-        ENGINE,
-        "place = (identity_of(storage), storage.data_ptr(), start, end, version_of(tensor))",
-        "place = (identity_of(storage), storage.data_ptr(), start, end, 0)",
-        ("tests/apply/test_offload.py", "tests/apply/test_offload_writes.py"),
-    ),
-    Mutation(
         "a saved tensor that was written in place is used in backward",
         "memwall/torch_internals/saved.py",
         "if saved.was_modified():",
@@ -187,53 +99,11 @@ MUTATIONS = (
         ("tests/apply/test_offload_writes.py", "tests/integrations/test_ample_room.py"),
     ),
     Mutation(
-        "a recomputed block draws other numbers from numpy's generator than its forward did",
-        HIDDEN,
-        "        if self._numpy is not None:\n            set_numpy_state(self._numpy)",
-        "        pass",
-        ("tests/apply/recompute/test_hidden_state.py",),
-    ),
-    Mutation(
-        "what a block collects in a list is there twice after backward",
-        HIDDEN,
-        "            refill(live, copied)",
-        "            pass",
-        ("tests/apply/recompute/test_hidden_state.py",),
-    ),
-    Mutation(
-        "a block is recomputed although a second run of it differs",
-        "memwall/apply/blocks/recomputed.py",
-        "found = difference(saved, second.taken) or difference(before, after)",
-        'found = ""',
-        ("tests/apply/recompute/test_unrepeatable.py",),
-    ),
-    Mutation(
-        "a block that adds to gradients itself does so once more in a second run",
-        "memwall/apply/blocks/recomputed.py",
-        "        if added.are_there:\n            if first.lacked_bytes:",
-        "        if False:\n            if first.lacked_bytes:",
-        ("tests/apply/test_proofs.py",),
-    ),
-    Mutation(
-        "state is read into a buffer that is still being written to disk",
-        "memwall/apply/optimizer_state/ring.py",
-        "later.bucket.begin_read(buffer, after=share.bucket.write)",
-        "later.bucket.begin_read(buffer)",
-        ("tests/apply/optimizer_state/test_bucketed_state.py", "tests/apply/optimizer_state/test_pinned.py"),
-    ),
-    Mutation(
         "a storage is not counted in the operation that frees it",
         "memwall/predict/curve.py",
         "end = storage.death if storage.death < num_ops else num_ops",
         "end = storage.death - 1 if storage.death < num_ops else num_ops",
         ("tests/trace/test_fidelity.py",),
-    ),
-    Mutation(
-        "parts of a batch weigh the same, however many labels count in them",
-        "memwall/apply/microbatch.py",
-        "self._weight = self.num_terms(micro, count) / total",
-        "self._weight = 1 / len(begins)",
-        ("tests/session/test_micro_batches.py::test_accumulation_gives_the_gradient_of_the_undivided_batch",),
     ),
     Mutation(
         "rows that no label counts in get what was in memory for a gradient",
@@ -250,25 +120,11 @@ MUTATIONS = (
         ("tests/planning/test_search.py::test_what_is_forecast_is_the_step_that_the_actions_make",),
     ),
     Mutation(
-        "DDP's first buckets are never trimmed, though new ones were made",
-        "memwall/apply/memory/ddp_buckets.py",
-        "if not waits_for_new_buckets(parallel):",
-        "if False:",
-        ("tests/apply/test_ddp_buckets.py",),
-    ),
-    Mutation(
         "somebody's class that is called as one of torch's is taken for it",
         "memwall/trace/optimizers.py",
         "base.__name__ in _CLASSES and _is_at_home(base)",
         "base.__name__ in _CLASSES",
         ("tests/trace/test_optimizers.py",),
-    ),
-    Mutation(
-        "a recomputed block draws other numbers from Python's generator than its forward did",
-        HIDDEN,
-        "            random.setstate(self._python)",
-        "            pass",
-        ("tests/apply/recompute/test_hidden_state.py",),
     ),
     Mutation(
         "processes of one host pin all of its memory each",
@@ -311,20 +167,6 @@ MUTATIONS = (
         "                rank.add(whole_bytes, start, used[again][0])",
         "                rank.add(whole_bytes, start, end)",
         ("tests/predict/sharding/test_kinds.py::test_stage_3_keeps_what_is_used_again_soon_between_its_uses",),
-    ),
-    Mutation(
-        "a block is proven by a second run in forward that the budget has no room for",
-        "memwall/apply/blocks/digests.py",
-        "if room_bytes is not None and room_bytes < num_bytes:",
-        "if False:",
-        ("tests/apply/test_proofs.py",),
-    ),
-    Mutation(
-        "one of several ranks has no room to prove a block, and lacks in the block's collective",
-        "memwall/apply/technique.py",
-        "if num_processes() > 1:",
-        "if False:",
-        ("tests/apply/test_proofs.py",),
     ),
     Mutation(
         "room between steps goes after the first ones, where leaving it costs next to nothing",
@@ -395,13 +237,6 @@ MUTATIONS = (
         "        keep_groups(model)\n",
         "",
         ("tests/session/test_parallel.py",),
-    ),
-    Mutation(
-        "a run of layers goes on with a layer that the script has put another one in place of",
-        "memwall/apply/blocks/sequences.py",
-        "is_same = all(layers.get(name) is layer for name, layer in held)",
-        "is_same = True",
-        ("tests/apply/test_sequences.py",),
     ),
     Mutation(
         "a run of layers begins with a layer in place, and cannot be computed again",
