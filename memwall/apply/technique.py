@@ -63,8 +63,8 @@ class Target:
     actions: Sequence[Struct]
     _: KW_ONLY
     block_order: tuple[str, ...]
-    """Paths of all blocks in forward order, so that a block can be read back while the next one runs its backward; ()
-    where only the plan is known, then blocks with an action count."""
+    """The path of each call of a block in forward order, so that a block can be read back while the next one runs its
+    backward; () where only the plan is known, then blocks with an action count."""
     disk: str | None
     """Directory for what leaves memory; None for the default one."""
     disk_capacity_bytes: int | None

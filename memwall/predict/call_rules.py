@@ -1,6 +1,6 @@
 """One call of a block under a treatment: what runs again in backward, and what moves."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -45,6 +45,12 @@ class BlockCalls(Struct, frozen=True, kw_only=True):
     def first_trained(self) -> int:
         """Returns the number of the first call that has a backward: another one says not what is written before it."""
         return next((number for number, call in enumerate(self.calls) if call.backward_start >= 0), 0)
+
+
+def paths_in_order(blocks: Iterable[BlockCalls]) -> tuple[str, ...]:
+    """Returns the path of each call that has a backward, in forward order: of a block that is called twice, twice."""
+    calls = ((call.start, block.path) for block in blocks for call in block.calls if call.backward_start >= 0)
+    return tuple(path for _, path in sorted(calls))
 
 
 class Moved(NamedTuple):

@@ -24,6 +24,7 @@ from memwall.patches import undo_all
 from memwall.planning.blocks import find_blocks
 from memwall.planning.planfile import Plan
 from memwall.planning.technique import technique_of
+from memwall.predict.call_rules import paths_in_order
 from memwall.session.device_budget import DeviceBudget
 from memwall.session.measurements import Measurements
 from memwall.session.step_borders import StepBorders
@@ -160,11 +161,11 @@ class PlanInEffect:
         """
         if self.host_limit_bytes is None:  # the plan was given
             self.measure_host()
-        order = () if trace is None else tuple(b.path for b in find_blocks(trace, steady_step(trace)))
+        blocks = () if trace is None else find_blocks(trace, steady_step(trace))
         applied = AppliedPlan(
             self._borders.attached_model,
             plan.actions,
-            block_order=order,
+            block_order=paths_in_order(blocks),
             disk=self.disk,
             disk_capacity_bytes=self.disk_capacity_bytes,
             allocator=self.allocator,

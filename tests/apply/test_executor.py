@@ -1,13 +1,17 @@
 """The executor wraps the forward of the blocks that a plan names, all or none, and gives each one back."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from block_models import executor_of
-from torch import nn
+import torch
+from block_models import executor_of, offload
+from torch import Tensor, nn
 
 from memwall.errors import ApplyError
 from memwall.planning.techniques.recompute import Recompute
+from memwall.predict.call_rules import BlockCalls, paths_in_order
+from memwall.trace.records import ModuleCall
 
 
 def test_undo_restores_a_class_forward_and_one_of_the_modules_own() -> None:
@@ -59,3 +63,54 @@ def test_every_named_block_is_wrapped_even_if_the_order_lacks_it() -> None:
     executor.apply()
     assert all("forward" in block.__dict__ for block in model)
     executor.undo()
+
+
+class Noting:
+    """An engine that moves nothing, and notes in `events` what is to be read back."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def group(self, *_: Any) -> Any:
+        return nullcontext()
+
+    def hooks(self) -> Any:
+        return nullcontext()
+
+    def pack(self, tensor: Tensor) -> Any:
+        return tensor
+
+    def unpack(self, packed: Any) -> Tensor:
+        found: Tensor = packed
+        return found
+
+    def reread(self, packed: Any) -> Tensor:
+        return self.unpack(packed)
+
+    def prefetch(self, key: Any) -> None:
+        self._events.append(f"read {key[0]}")
+
+
+def test_the_order_has_each_call_that_is_differentiated() -> None:
+    def calls(*starts: int, backward: int = 90) -> tuple[ModuleCall, ...]:
+        return tuple(ModuleCall(0, start, start + 1, backward, backward + 1, (), ()) for start in starts)
+
+    drop = BlockCalls(path="drop", module=0, calls=calls(0, 4) + calls(8, backward=-1), saved=((), (), ()))
+    first = BlockCalls(path="first", module=1, calls=calls(2), saved=((),))
+    assert paths_in_order([drop, first]) == ("drop", "first", "drop")
+
+
+def test_a_block_is_read_back_by_the_call_that_follows_it_where_one_block_is_called_again_and_again() -> None:
+    """The forecast has it so: read a block earlier, it would lie in memory beside what that block runs again."""
+    model = nn.ModuleDict({"drop": nn.Dropout(0.0), "first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
+    events: list[str] = []
+    order = ("drop", "first", "drop", "second", "drop")
+    executor = executor_of(model, offload("first"), order=order, engine=Noting(events))
+    executor.apply()
+    x = torch.ones(2, 4, requires_grad=True)
+    x = model["drop"](x)
+    x = model["second"](model["drop"](model["first"](x)))
+    x.register_hook(lambda _: events.append("second begins"))
+    model["drop"](x).sum().backward()
+    executor.undo()
+    assert events == ["second begins", "read first"]

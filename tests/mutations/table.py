@@ -245,4 +245,11 @@ MUTATIONS = (
         "held_bytes >= least_bytes",
         ("tests/planning/test_layer_runs.py",),
     ),
+    Mutation(
+        "a block is read back by another one's backward than the forecast has, where one is called again and again",
+        "memwall/apply/blocks/executor.py",
+        "calls = (*self._order, *named)",
+        "calls = (*dict.fromkeys(self._order), *named)",
+        ("tests/apply/test_executor.py",),
+    ),
 )

@@ -7,6 +7,7 @@ marks the beginning of its backward; there the block before it is read back, if 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import pairwise
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -61,7 +62,7 @@ class BlockLayer:
     depth: ClassVar[int]
     """Layers with a smaller one lie further inside, and a block has one of each."""
     wraps_next: ClassVar[bool] = False
-    """Whether the block after it is wrapped too, so that its backward begins to read this block back."""
+    """Whether blocks that are called after it are wrapped too, so that their backward begins to read this one back."""
 
     def wrapped(self, module: nn.Module, forward: Forward, counts: BlockCounts) -> Forward:
         """Returns a forward in place of the module's; it is called where gradients are computed."""
@@ -90,8 +91,8 @@ class BlockExecutor:
 
     Args:
         modules: block path -> module, as `resolve_blocks` gives them.
-        order: paths of all blocks in forward order, those without a layer too: their backward triggers prefetch;
-            () where only the plan is known, then those that have layers, in the order in which the model holds them.
+        order: the path of each call of a block in forward order, those without a layer too: their backward triggers
+            prefetch; () where only the plan is known, then those that have layers, as the model holds them.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], order: Sequence[str]) -> None:
@@ -130,14 +131,14 @@ class BlockExecutor:
                 "make a plan for this model with `memwall plan` or run with --budget"
             )
         # An order made for another micro-batch may lack a block; each that has a layer must be wrapped.
-        named = sorted(self._layers, key=places.__getitem__)
-        before: list[BlockLayer] = []
+        named = sorted(self._layers.keys() - set(self._order), key=places.__getitem__)
+        calls = (*self._order, *named)
+        layers = {path: [layer for _, layer in sorted(self._layers.get(path, {}).items())] for path in calls}
+        next_ones = {after for path, after in pairwise(calls) if any(layer.wraps_next for layer in layers[path])}
         try:
-            for path in dict.fromkeys((*self._order, *named)):
-                layers = [layer for _, layer in sorted(self._layers.get(path, {}).items())]
-                if layers or any(layer.wraps_next for layer in before):
-                    self._wrap(path, layers)
-                before = layers
+            for path in layers:
+                if layers[path] or path in next_ones:
+                    self._wrap(path, layers[path])
             self._unwrap += self._sequences.wrap()
         except BaseException:
             self.undo()
