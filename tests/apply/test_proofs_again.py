@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from proven_models import WritesPastAutograd, assert_same, model_with, trained
 from torch import Tensor
 
 from memwall.apply import applied
+from memwall.apply.blocks.hidden_state import HiddenState
 from memwall.planning.action import Action
 from memwall.planning.planfile import Plan
 from memwall.planning.techniques.recompute import Recompute
@@ -108,6 +110,44 @@ def test_a_block_that_only_a_plan_made_again_treats_is_dropped_in_its_first_step
             optimizer.zero_grad()
     assert_same(found, expected)
     assert list(session.measured.lost) == [("offload", "blocks.1")]
+
+
+def test_a_block_that_two_plans_recompute_is_proven_under_the_second_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a block that was proven WHEN it moves on by itself under a plan made again THEN that drops it in time."""
+
+    class Moving(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            moved.append(0)
+            return x + self.outer(torch.tanh(self.inner(x) * (len(moved) if is_moving else 1)))
+
+    def gradients(session: Session | None) -> list[Tensor]:
+        nonlocal is_moving
+        is_moving, found, model = False, [], model_with(Moving)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if session is not None:
+            session.attach(model, optimizer)
+        for number in range(3):
+            if number == 2:
+                is_moving = True
+                moved.clear()
+                if session is not None:
+                    assert not session.measured.lost
+                    made_again(session, plan_of(model, again), monkeypatch)
+            model(torch.ones(16, WIDTH)).square().mean().backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    moved: list[int] = []
+    is_moving = False
+    again = Recompute(block="blocks.1")
+    monkeypatch.setattr(HiddenState, "recalled", lambda state: nullcontext())
+    expected = gradients(None)
+    with Session(plan=plan_of(model_with(Moving), again)) as session:
+        assert_same(gradients(session), expected)
+    assert session.measured.num_replans == 1
+    assert list(session.measured.lost) == [("recompute", "blocks.1")]
 
 
 def test_a_block_that_changes_later_is_dropped_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,13 @@ PATCHES = "memwall/patches.py"
 
 EXECUTION = (
     Mutation(
+        "a block that two plans recompute is not proven under the second one",
+        "memwall/apply/blocks/recomputed.py",
+        "        if self._is_proven:\n",
+        "        if self._is_proven or vars(self._module).setdefault('proven_by', self) is not self:\n",
+        ("tests/apply/test_proofs_again.py",),
+    ),
+    Mutation(
         "a checkpoint is written through a hard link, into somebody else's file",
         "memwall/store/own_file.py",
         "if found.st_nlink > 1:",
