@@ -119,6 +119,11 @@ class AppliedPlan(Target):
         """Returns how many steps have begun under this plan."""
         return self._num_steps
 
+    @property
+    def is_proving(self) -> bool:
+        """Tells whether actions prove themselves in the present step."""
+        return self._num_steps % PROOF_STEPS == 1
+
     def is_proof_due(self, proven_at: int) -> bool:
         """Tells whether so many steps have begun since a proof that the next one proves itself again.
 
@@ -129,12 +134,12 @@ class AppliedPlan(Target):
 
     def spare(self, blocks: frozenset[str]) -> None:
         """Has these blocks run as they are from the next forward on, but in steps in which actions prove themselves."""
-        is_proven = self._num_steps % PROOF_STEPS != 1 and self.effects.are_seen
+        is_proven = not self.is_proving and self.effects.are_seen
         self.blocks.spared = blocks if is_proven else frozenset()
 
     def prove_again(self) -> None:
         """Has actions prove themselves once more in a first step, whose forwards so far were no part of it."""
-        if self._num_steps % PROOF_STEPS == 1:
+        if self.is_proving:
             for handler in self.handlers:
                 handler.set_proving(self, is_proving=True)
 

@@ -22,10 +22,10 @@ def run_report(session: Session, *, script: str = "") -> RunReport:
     if plan is None:
         raise TraceError("the run ended before its first step was complete; there is nothing to compare")
     budget_bytes = session.budget_bytes
-    steady_bytes = measured.peak_bytes or measured.first_step_peak_bytes
+    steady_bytes = measured.steady_peak_bytes
     judged_bytes = max(measured.overall_peak_bytes, measured.peak_bytes)
     tier = "disk" if plan.forecast.device == "cpu" else "host"
-    allocator = measured.allocator
+    allocator = measured.allocator or measured.last_allocator
     planned_bytes = measured.bytes_to_tier - measured.first_step_bytes_to_tier
     return RunReport(
         script=script,
@@ -41,6 +41,7 @@ def run_report(session: Session, *, script: str = "") -> RunReport:
                 disk_bytes=plan.forecast.moved_bytes_per_step if tier == "disk" else None,
             ),
             steady_peak_bytes=steady_bytes,
+            proof_peak_bytes=measured.proof_peak_bytes,
             replaced_peak_bytes=measured.replaced_peak_bytes,
             first_step_peak_bytes=measured.first_step_peak_bytes,
             inactive_bytes=allocator.inactive_bytes if allocator else None,

@@ -26,7 +26,11 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The peak of the whole run; on a CUDA device with the allocated and reserved bytes of the steps under the plan as
     torch counts them. On a CPU, allocated_bytes is what the process held beyond its base."""
     steady_peak_bytes: int = 0
-    """Process bytes of the steps under the plan."""
+    """Process bytes of the steps under the plan; on a CUDA device but for those of `proof_peak_bytes`, where there were
+    others."""
+    proof_peak_bytes: int = 0
+    """Process bytes of the steps under the plan on a CUDA device in which its actions proved themselves, which takes of
+    what the budget leaves; 0 elsewhere."""
     replaced_peak_bytes: int = 0
     """Process bytes of steps under plans that another one has replaced since; 0 where there were none."""
     first_step_peak_bytes: int
@@ -113,8 +117,8 @@ class RunReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Returns the process's peak between and after the steps, where it is the highest: no forecast is about it."""
         overall_bytes = self.measured.peak.process_bytes
         measured = self.measured
-        in_steps = (self.steady_peak_bytes, measured.replaced_peak_bytes, measured.first_step_peak_bytes)
-        return overall_bytes if overall_bytes > max(in_steps) else None
+        others = (measured.proof_peak_bytes, measured.replaced_peak_bytes, measured.first_step_peak_bytes)
+        return overall_bytes if overall_bytes > max(self.steady_peak_bytes, *others) else None
 
     @property
     def unexplained_bytes(self) -> int:

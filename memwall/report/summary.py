@@ -153,6 +153,8 @@ def run_summary(report: RunReport, *, status: int = 0) -> Group:
     peaks[0] += f", foreseen {_up(forecast.steady_process_bytes)}"
     if measured.first_step_peak_bytes:
         peaks.append(f"{_up(measured.first_step_peak_bytes)} in the first")
+    if measured.proof_peak_bytes > report.steady_peak_bytes:
+        peaks.append(f"{_up(measured.proof_peak_bytes)} in one that proved the plan")
     if report.outside_steps_bytes is not None:
         peaks.append(f"{_up(report.outside_steps_bytes)} outside them")
     steps = f"{measured.steps}"

@@ -35,7 +35,9 @@ class Measurements(Struct, kw_only=True):
     """The most that it held between that and the first forward, where that was notably more: of a run on a CPU."""
     first_step_peak_bytes: int = 0
     peak_bytes: int = 0
-    """Highest process bytes of the steps under the plan."""
+    """Highest process bytes of the steps under the plan, but for those on a device that `proof_peak_bytes` is of."""
+    proof_peak_bytes: int = 0
+    """Highest process bytes of steps on a device in which actions proved themselves by what the budget left."""
     replaced_peak_bytes: int = 0
     """Highest process bytes of steps under plans that another one has replaced."""
     last_peak_bytes: int = 0
@@ -125,19 +127,25 @@ class Measurements(Struct, kw_only=True):
 
     def forget_steps(self) -> None:
         """Forgets what was measured of another plan's steps."""
-        self.replaced_peak_bytes = max(self.replaced_peak_bytes, self.peak_bytes)
-        self.peak_bytes, self.step_seconds, self.allocator = 0, [], None
+        self.replaced_peak_bytes = max(self.replaced_peak_bytes, self.peak_bytes, self.proof_peak_bytes)
+        self.peak_bytes, self.proof_peak_bytes, self.step_seconds, self.allocator = 0, 0, [], None
 
     def note_first_step(self, peak_bytes: int) -> None:
         """Notes the peak of a recorded step; there are two of them where the first was not the last."""
         self.first_step_peak_bytes = max(self.first_step_peak_bytes, peak_bytes)
         self.note(peak_bytes)
 
-    def end_step(self, *, is_planned: bool, is_first: bool) -> int:
+    @property
+    def steady_peak_bytes(self) -> int:
+        """Returns the most of the steps that a forecast is of; of the first one where there was no other."""
+        return self.peak_bytes or self.proof_peak_bytes or self.first_step_peak_bytes
+
+    def end_step(self, *, is_planned: bool, is_proof: bool, is_first: bool) -> int:
         """Counts a step that has ended; returns what the process held in it at most.
 
         Args:
             is_planned: whether it ran under a plan.
+            is_proof: whether the plan's actions proved themselves in it.
             is_first: whether its first optimizer has stepped now, or a further one.
         """
         self.standing_bytes, peak_bytes = self.meter.held()
@@ -145,9 +153,12 @@ class Measurements(Struct, kw_only=True):
         self.last_peak_bytes = peak_bytes if is_first else max(self.last_peak_bytes, peak_bytes)
         self.num_steps += is_first
         if is_planned:
+            found = self.last_allocator = self.meter.allocator_peak()
+            # A CPU's heap is held to the forecast in these steps, too.
+            if is_proof and found is not None:
+                self.proof_peak_bytes = max(self.proof_peak_bytes, peak_bytes)
+                return peak_bytes
             self.peak_bytes = max(self.peak_bytes, peak_bytes)
-            found = self.meter.allocator_peak()
-            self.last_allocator = found
             if found is not None:
                 self.allocator = found if self.allocator is None else self.allocator.joined(found)
         return peak_bytes

@@ -161,6 +161,9 @@ class PlanInEffect:
         """
         if self.host_limit_bytes is None:  # the plan was given
             self.measure_host()
+        if self.host_limit_bytes is not None:
+            # State that comes back is to lie in segments of its own, as forecast: not in parts of what a step has left.
+            torch.cuda.empty_cache()
         blocks = () if trace is None else find_blocks(trace, steady_step(trace))
         applied = AppliedPlan(
             self._borders.attached_model,

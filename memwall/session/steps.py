@@ -402,7 +402,9 @@ class Steps:
         is_planned = self.state == "running"
         if is_planned:
             self._clock.end(is_first=is_first)
-        peak_bytes = self.measured.end_step(is_planned=is_planned, is_first=is_first)
+        applied = self.live.in_effect.applied
+        is_proof = applied is not None and applied.is_proving
+        peak_bytes = self.measured.end_step(is_planned=is_planned, is_proof=is_proof, is_first=is_first)
         self._watch.look(peak_bytes)
         if self.log.on_step is not None:
             self.log.end_step(

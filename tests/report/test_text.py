@@ -298,6 +298,14 @@ class TestVerify:
         report = _measured(run, not_recomputed={"layers.3": "its second run differs"})
         assert "Not recomputed: 'layers.3': its second run differs." in drawn(run_report(report))
 
+    def test_a_step_that_proved_actions_is_told_apart(self, run: RunReport) -> None:
+        """GIVEN a device whose first step under a plan took more of the budget THEN no forecast is held against it."""
+        report = _measured(_peaking_at(run, 455), proof_peak_bytes=470 << 20)
+        assert run_verdict(report)[0] == "fits"
+        assert "470.0 MiB in one that proved the plan" in " ".join(" ".join(drawn(run_summary(report))).split())
+        rows = {row[0]: row[1:] for row in run_grid(report).rows}
+        assert rows["process peak, step that proved actions"] == ("-", "470.0 MiB", "-")
+
     def test_within_the_forecast(self, run: RunReport) -> None:
         report = _peaking_at(run, 455)
         assert drawn(run_report(report))[0] == "✓ within the budget: 455.0 MiB measured of 480.0 MiB"

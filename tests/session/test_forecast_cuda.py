@@ -5,7 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import memwall
+from memwall.observe.measure import run_report
 from memwall.planning.techniques.offload import Offload
+from memwall.planning.techniques.recompute import Recompute
 from memwall.session.session import Session
 
 pytestmark = pytest.mark.phantom(card="a100-80gb", numbers=False, context_bytes=32 << 20)
@@ -94,3 +96,29 @@ def test_what_works_on_another_stream_has_segments_of_its_own() -> None:
     assert session.trace is not None
     assert {storage.stream for storage in session.trace.steps[0].storages} == {0, 1}
     assert foreseen_bytes == held_bytes
+
+
+class Wide(nn.Module):
+    """Has more state than its batch has activations, so that the first step's leaves the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(512, 2048), nn.Linear(2048, 512), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(x))))
+
+
+def test_state_that_comes_back_lies_in_segments_of_its_own_and_proofs_are_counted_apart() -> None:
+    """GIVEN a plan that recomputes AND state that the first step has moved WHEN steps run THEN segments are as foreseen
+    AND the step that proved the plan, which runs blocks twice in what the budget leaves, is within the budget.
+    """
+    session = trained(nn.Sequential(*(Wide() for _ in range(6))), 2048, 512, "360MiB")
+    assert session.plan is not None
+    assert {type(action) for action in session.plan.actions} == {Recompute}
+    assert session.measured.first_step_bytes_to_tier >= 2 * 48 * MIB
+    foreseen_bytes, held_bytes = foreseen_and_held(session)
+    assert foreseen_bytes == held_bytes == session.measured.peak_bytes
+    assert foreseen_bytes < session.measured.proof_peak_bytes <= 360 * MIB
+    report = run_report(session)
+    assert report.unexplained_bytes == 0

@@ -59,7 +59,7 @@ def _save_failure_page(
         is_launched=launched().by_launcher,
         plan=session.plan,
         trace=session.trace,
-        peak_bytes=session.measured.peak_bytes,
+        peak_bytes=session.measured.peak_bytes or session.measured.proof_peak_bytes,
         is_committed=is_committed,
     )
     path = report_path.with_name(rank_file_name(report_path.with_suffix(".html").name))
