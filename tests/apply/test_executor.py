@@ -114,3 +114,15 @@ def test_a_block_is_read_back_by_the_call_that_follows_it_where_one_block_is_cal
     model["drop"](x).sum().backward()
     executor.undo()
     assert events == ["second begins", "read first"]
+
+
+def test_under_a_plan_that_was_given_a_block_is_read_back_by_its_neighbour_which_has_no_action() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    events: list[str] = []
+    executor = executor_of(model, offload("0"), offload("2"), engine=Noting(events))
+    executor.apply()
+    x = model(torch.ones(2, 4, requires_grad=True))
+    x.register_hook(lambda _: events.append("the last one begins"))
+    x.sum().backward()
+    executor.undo()
+    assert events == ["the last one begins", "read 0"]

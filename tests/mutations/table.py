@@ -248,8 +248,8 @@ MUTATIONS = (
     Mutation(
         "a block is read back by another one's backward than the forecast has, where one is called again and again",
         "memwall/apply/blocks/executor.py",
-        "calls = (*self._order, *named)",
-        "calls = (*dict.fromkeys(self._order), *named)",
+        "order = self._order or",
+        "order = tuple(dict.fromkeys(self._order)) or",
         ("tests/apply/test_executor.py",),
     ),
 )

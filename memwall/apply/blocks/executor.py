@@ -92,7 +92,8 @@ class BlockExecutor:
     Args:
         modules: block path -> module, as `resolve_blocks` gives them.
         order: the path of each call of a block in forward order, those without a layer too: their backward triggers
-            prefetch; () where only the plan is known, then those that have layers, as the model holds them.
+            prefetch; () where only the plan is known, then those that have layers and their like beside them, as the
+            model holds them.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], order: Sequence[str]) -> None:
@@ -131,8 +132,8 @@ class BlockExecutor:
                 "make a plan for this model with `memwall plan` or run with --budget"
             )
         # An order made for another micro-batch may lack a block; each that has a layer must be wrapped.
-        named = sorted(self._layers.keys() - set(self._order), key=places.__getitem__)
-        calls = (*self._order, *named)
+        order = self._order or self._likely_order()
+        calls = (*order, *sorted(self._layers.keys() - set(order), key=places.__getitem__))
         layers = {path: [layer for _, layer in sorted(self._layers.get(path, {}).items())] for path in calls}
         next_ones = {after for path, after in pairwise(calls) if any(layer.wraps_next for layer in layers[path])}
         try:
@@ -143,6 +144,12 @@ class BlockExecutor:
         except BaseException:
             self.undo()
             raise
+
+    def _likely_order(self) -> tuple[str, ...]:
+        """Returns the blocks with layers, and modules of their class in the same parents, as the model holds them."""
+        kinds = {(path.rpartition(".")[0], type(self._modules[path])) for path in self._layers}
+        likes = ((path, (path.rpartition(".")[0], type(module))) for path, module in self._modules.items())
+        return tuple(path for path, kind in likes if kind in kinds)
 
     @property
     def is_applied(self) -> bool:
