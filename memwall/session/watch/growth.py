@@ -1,7 +1,8 @@
 """Notices that a run needs more memory with each step, and names the lines whose tensors nothing frees.
 
 What the process holds between steps is looked at when a step begins. Once it rises evenly one step's tensors are noted,
-and asked for three steps later: those that still live are what grows. What else may run out is looked at beside it.
+and asked for three steps later: those that still live are what grows. Where none does, three steps of what Python
+allocates are traced before that is said, for its lines. What else may run out is looked at beside it.
 """
 
 import logging
@@ -19,6 +20,7 @@ from memwall.session.watch.device_memory import DeviceMemoryWatch
 from memwall.session.watch.disk_space import DiskSpaceWatch
 from memwall.session.watch.even_rise import EvenRise, is_used_up_soon
 from memwall.session.watch.open_files import OpenFilesWatch
+from memwall.session.watch.python_growth import TRACED_STEPS, PythonGrowth
 from memwall.torch_internals.compiler import is_compiled
 from memwall.units import format_bytes
 
@@ -31,6 +33,8 @@ _STEPS_LATER = 3
 _LEAST_SHARE = 0.5
 """Part of the growth that the tensors found must account for, to be named as its cause."""
 _MOST_LINES = 3
+_TRACING_BYTES = 64 << 20
+"""Room that is left for notes of Python's allocations: with less of it no lines are told."""
 
 
 class GrowthWatch:
@@ -52,7 +56,8 @@ class GrowthWatch:
         self._device: DeviceMemoryWatch | None = None
         self._num_steps = 0
         self._births: Births | None = None
-        self._noted_at = self._anew_at = self._mapped_bytes = 0
+        self._noted_at = self._anew_at = self._mapped_bytes = self._traced_at = 0
+        self._python: PythonGrowth | None = None
         self._watching: tuple[int, ...] | None = None
         self._bytes_per_step = 0.0
         self._is_said = False
@@ -72,13 +77,20 @@ class GrowthWatch:
         if device.type == "cuda":
             self._device = self._device or DeviceMemoryWatch(device, self._budget_bytes)
             self._device.begin_step()
-        self.close()
+        if self._births is not None:
+            self._births.stop()
         if self._is_said:
             return
         self._rise.add(float(now_bytes))
+        if self._python is not None:
+            self._python.begin_step()
         if self._births is not None:
             if self._num_steps == self._noted_at + _STEPS_LATER:
                 self._ask(now_bytes)
+            return
+        if self._python is not None:
+            if self._num_steps == self._traced_at + TRACED_STEPS:
+                self._say_of_others(now_bytes)
             return
         room_bytes = self._room_bytes(now_bytes) if self._is_outside_tensors else 0
         rise = self._rise.per_step(room_bytes)
@@ -86,12 +98,15 @@ class GrowthWatch:
             return
         self._bytes_per_step = rise
         if self._is_outside_tensors:
-            self._say_of_others(now_bytes)
+            if not self._trace(now_bytes):
+                self._say_of_others(now_bytes)
         elif Births.watching() != self._watching or any(map(is_compiled, self._model().modules())):
             self._say(now_bytes, "which lines do that is not known, as the model is compiled or its steps watched")
         else:
             self._births, self._noted_at = Births(self._model()), self._num_steps
             self._note_pages()
+            if is_used_up_soon(self._room_bytes(now_bytes), rise):
+                self._trace(now_bytes)
 
     def end_step(self) -> None:
         """Looks at who watches operations between steps, too, where notes may begin; to be called when a step ends.
@@ -102,9 +117,10 @@ class GrowthWatch:
         self._watching = Births.watching() if self._rise.may_rise else None
 
     def close(self) -> None:
-        """Ends what is noted of a step."""
+        """Ends what is noted of steps."""
         if self._births is not None:
             self._births.stop()
+        self._end_trace()
 
     def _ask(self, now_bytes: int) -> None:
         assert self._births is not None
@@ -119,6 +135,7 @@ class GrowthWatch:
             else:
                 self._begin_anew()
             return
+        self._end_trace()
         more = f" and {len(living) - _MOST_LINES} lines more" if len(living) > _MOST_LINES else ""
         self._say(
             now_bytes,
@@ -133,13 +150,34 @@ class GrowthWatch:
         if mapped_bytes() - self._mapped_bytes >= _LEAST_SHARE * risen_bytes:
             self._begin_anew()
             return
+        kept = [] if self._python is None else self._python.lines(_LEAST_SHARE * self._bytes_per_step)
+        self._end_trace()
+        lines = ", ".join(f"{line} ({format_bytes(num_bytes)})" for line, num_bytes in kept[:_MOST_LINES])
         self._say(
             now_bytes,
-            f"no tensor of step {self._noted_at} of the plan is held: it is Python objects, a library's memory, a "
-            "cache that fills, or tensors that are kept at some steps only, as those that are logged",
+            f"no tensor of step {self._noted_at} of the plan is held: "
+            + (
+                f"it is what Python allocates in {lines}, which a list, a dictionary or a cache keeps"
+                if kept
+                else "it is Python objects, a library's memory, a cache that fills, or tensors that are kept at some "
+                "steps only, as those that are logged"
+            ),
         )
 
+    def _trace(self, now_bytes: int) -> bool:
+        """Has Python's allocations traced, if there is room for that; returns whether they are."""
+        if self._room_bytes(now_bytes) < _TRACING_BYTES:
+            return False
+        self._python, self._traced_at = PythonGrowth(), self._num_steps
+        return True
+
+    def _end_trace(self) -> None:
+        if self._python is not None:
+            self._python.stop()
+            self._python = None
+
     def _begin_anew(self) -> None:
+        self._end_trace()
         self._rise.forget()
         self._note_pages()
 
