@@ -253,9 +253,21 @@ class EventLog:
 
     def begin_op(self, name: str, phase: Phase, sequence: int, line: int, inputs: list[Tensor]) -> int:
         """Opens an operation; storages never seen before that it reads were there before the step: inputs."""
+        if self.ops and "reduce_scatter" in self.ops[-1].name:
+            self._note_divided(self.ops[-1], inputs)
         read = tuple(dict.fromkeys(i for t in inputs if (i := self._index(t, -1)) >= 0))
         self.ops.append(LoggedOp(intern(name), phase, self._call, line, sequence, read))
         return len(self.ops) - 1
+
+    def _note_divided(self, collective: LoggedOp, inputs: list[Tensor]) -> None:
+        """Notes that a collective has made what is read as its end is waited for: gloo divides a copy of its own."""
+        for tensor in inputs:
+            if self._find(tensor) == -1:
+                copy = self.storages[self._new_storage(tensor, "temporary", birth=len(self.ops) - 1)]
+                own = (self.storages[index] for index in collective.workspaces)
+                counted = next((each for each in own if each.nbytes >= copy.nbytes), None)
+                if counted is not None:
+                    counted.nbytes -= copy.nbytes
 
     def born(self, index: int, results: list[Tensor]) -> None:
         """Notes some of an operation's results before the others."""

@@ -99,6 +99,7 @@ with memwall.fit(model, optimizer, budget="8GiB") as session:
     kept = trained(model, optimizer)
 recorded = [s.nbytes for s in session.trace.steps[0].storages if s.category == "parameter"]
 own = sum(p.to_local().nbytes for p in model.parameters())
+fed = [s.nbytes for s in session.trace.steps[0].storages if s.category == "input"]
 
 from memwall.apply.precision import LowerPrecision
 torch.manual_seed(0)
@@ -127,7 +128,7 @@ except MemwallError as error:
     refusal = f"{type(error).__name__}: {error}"
 found(plain=plain, losses=losses, plan=plan.plan_hash, kinds=[type(a).__name__ for a in plan.actions], refusal=refusal,
       plain_shards=plain_shards, shards=shards, kept=kept, recorded=sum(recorded), own=own, scaling=scaling,
-      moved=moved, moved_of_whole=moved_of_whole)
+      moved=moved, moved_of_whole=moved_of_whole, fed=max(fed))
 """
 
 
@@ -138,7 +139,8 @@ def test_two_ranks_have_one_plan_and_one_end(tmp_path: Path) -> None:
     AND where one cannot apply a plan, both end, and the other says why.
 
     GIVEN a model that fully_shard has divided THEN it trains to the same losses, recorded as under a plan
-    AND what is recorded of its parameters are this rank's parts, and of gathered ones nothing is moved.
+    AND what is recorded of its parameters are this rank's parts, and of gathered ones nothing is moved
+    AND what gloo divides of a reduction was not there before the step, as a batch was.
 
     GIVEN gradients that overflow in float16 on one rank THEN every rank leaves that step out.
     """
@@ -152,6 +154,7 @@ def test_two_ranks_have_one_plan_and_one_end(tmp_path: Path) -> None:
     for ran in (first, second):  # under fully_shard
         assert ran["shards"] == ran["kept"] == ran["plain_shards"]
         assert ran["recorded"] == ran["own"]
+        assert ran["fed"] == 1024 * 64 * 4
         assert ran["moved"] == ran["moved_of_whole"]
     assert first["scaling"] == second["scaling"]
     assert first["scaling"][0] == 1
