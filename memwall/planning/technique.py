@@ -26,9 +26,10 @@ from memwall.trace.records import ModuleCall, Step, Trace
 
 A = TypeVar("A", bound=Action)
 
-Choice = Literal["clearly-shorter", "worth-freedom", "worth-digits", "last-resort"]
-"""When a location is taken though tensors in memory would fit: if the whole step is clearly shorter, if it is so much
-shorter that what a loop may do no longer is worth it, or lost digits are, or never: only where nothing else fits."""
+Choice = Literal["shorter", "clearly-shorter", "worth-freedom", "worth-digits", "last-resort"]
+"""When a location is taken though tensors in memory would fit: if the whole step is shorter, if it is clearly so, if it
+is so much shorter that what a loop may do no longer is worth it, or lost digits are, or never: only where nothing else
+fits."""
 
 
 class Recording(NamedTuple):

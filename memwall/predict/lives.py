@@ -5,7 +5,7 @@ before it; so they sort as they run. What the trace says to end before operation
 begins when backward asks for a block's first tensor, and by then the operations before have let go of theirs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,25 +28,7 @@ class Life(NamedTuple):
 
 def rebuilt(step: Step, insertions: Sequence[tuple[int, list[int]]], lives: Sequence[Life]) -> Step:
     """Renumbers a step's time after inserting operations before others."""
-    moved_to = _moved_to(len(step.ops), insertions)
-
-    def place(time: Time) -> int:
-        op, position = time
-        if op < 0:
-            return -1
-        if op >= len(step.ops):
-            return op + moved_to[-1] - len(step.ops) - 1 + (0 if position == LAST else position)
-        return moved_to[op + 1] - 1 if position == LAST else moved_to[op] + position
-
-    new_ops = []
-    inserted: dict[int, list[int]] = {}
-    for op, ops in insertions:
-        inserted.setdefault(op, []).extend(ops)
-    for op, record in enumerate(step.ops):
-        for again in inserted.get(op, ()):
-            original = step.ops[again]
-            new_ops.append(msgspec.structs.replace(original, phase="backward", inputs=(), outputs=(), writes=()))
-        new_ops.append(record)
+    place = _places(len(step.ops), insertions)
     storages = []
     for life in lives:
         origin = step.storages[life.origin]
@@ -67,6 +49,58 @@ def rebuilt(step: Step, insertions: Sequence[tuple[int, list[int]]], lives: Sequ
                 stream=origin.stream,
             )
         )
+    return _renumbered(step, insertions, place, storages)
+
+
+def extended(step: Step, insertions: Sequence[tuple[int, list[int]]], lives: Sequence[Life]) -> Step:
+    """Returns a step with operations inserted before others, its storages as they are, and further lives of some."""
+    place = _places(len(step.ops), insertions)
+    storages = [
+        msgspec.structs.replace(
+            storage,
+            birth=place((storage.birth, LAST)),
+            dropped=place((storage.dropped, 0)),
+            death=place((storage.death, LAST if storage.death == storage.birth else 0)),
+        )
+        for storage in step.storages
+    ]
+    for life in lives:
+        begin, end = place(life.begin), place(life.end)
+        origin = step.storages[life.origin]
+        again = msgspec.structs.replace(origin, nbytes=life.nbytes, birth=begin, dropped=end, death=end)
+        storages.append(msgspec.structs.replace(again, phase="backward"))
+    return _renumbered(step, insertions, place, storages)
+
+
+def _places(num_ops: int, insertions: Sequence[tuple[int, list[int]]]) -> Callable[[Time], int]:
+    moved_to = _moved_to(num_ops, insertions)
+
+    def place(time: Time) -> int:
+        op, position = time
+        if op < 0:
+            return -1
+        if op >= num_ops:
+            return op + moved_to[-1] - num_ops - 1 + (0 if position == LAST else position)
+        return moved_to[op + 1] - 1 if position == LAST else moved_to[op] + position
+
+    return place
+
+
+def _renumbered(
+    step: Step,
+    insertions: Sequence[tuple[int, list[int]]],
+    place: Callable[[Time], int],
+    storages: Sequence[Storage],
+) -> Step:
+    new_ops = []
+    inserted: dict[int, list[int]] = {}
+    for op, ops in insertions:
+        inserted.setdefault(op, []).extend(ops)
+    for op, record in enumerate(step.ops):
+        for again in inserted.get(op, ()):
+            original = step.ops[again]
+            new_ops.append(msgspec.structs.replace(original, phase="backward", inputs=(), outputs=(), writes=()))
+        new_ops.append(record)
     saved = tuple(
         SavedTensor(
             storage=save.storage,

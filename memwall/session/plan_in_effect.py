@@ -14,7 +14,7 @@ from memwall.apply.memory.cuda_setting import restore_variables
 from memwall.apply.memory.ddp_buckets import when_rebuilt
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.state_keeper import StateKeeper
-from memwall.apply.resharding import Resharding
+from memwall.apply.resharding import with_resharding_of_ranks
 from memwall.apply.streaming.open_streaming import is_streamed
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import handler_of
@@ -84,7 +84,7 @@ class PlanInEffect:
         measured.shown_bytes = lambda: self.parameters.shown_bytes
         self.keeper = StateKeeper(disk, disk_capacity_bytes, self.parameters.around_step)
         self.micro = MicroBatches()
-        self._resharding = Resharding()
+        self._undo_resharding: Callable[[], None] = lambda: None
         self.is_cooperative = False
         """Whether the loop takes its micro-batches from the session."""
         self.device_budget = DeviceBudget()
@@ -185,7 +185,7 @@ class PlanInEffect:
         applied.apply()
         self.count_state(is_recorded=True)
         self.applied = applied
-        self._resharding.apply(self._borders.attached_model, plan)
+        self._undo_resharding = with_resharding_of_ranks(self._borders.attached_model, plan)
         self.num_changes += 1
         with without_subclass_functions():  # what is on disk is shown by memwall itself
             parameters = [p for p in self._borders.attached_model.parameters() if p.device.type == "cpu"]
@@ -242,7 +242,8 @@ class PlanInEffect:
         for hook in self._bucket_hooks:
             hook.remove()
         undos: list[Callable[[], None]] = [] if keeps_state else [self.keeper.bring_back]
-        undos.append(self._resharding.undo)
+        undos.append(self._undo_resharding)
+        self._undo_resharding = lambda: None
         if self.applied is not None:
             self._measured.count_moved(*self.applied.moved_bytes)
             applied, self.applied = self.applied, None

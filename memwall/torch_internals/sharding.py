@@ -194,6 +194,15 @@ def set_resharding(unit: nn.Module, found: Sequence[Any]) -> None:
         group.post_forward_mesh_info = ranks
 
 
+def gathers_ahead(unit: nn.Module) -> bool:
+    """Returns whether the script has said which units are gathered ahead in backward, in place of the next one.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_state.py, `_states_to_backward_prefetch` (2.13).
+    """
+    state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+    return bool(getattr(state, "_states_to_backward_prefetch", ()))
+
+
 _COMMUNICATES = ("_all_gather_comm", "_reduce_scatter_comm")
 _SYNCS = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 

@@ -53,6 +53,8 @@ class LoggedStorage(Struct, gc=False):
     copied: tuple[int, ...] = ()
     """Bytes of each tensor that it was put together from."""
     stream: int = 0
+    unit: int = -1
+    """The module that has gathered it of its parts."""
 
 
 class LoggedSaving(Struct, gc=False):
@@ -171,8 +173,12 @@ class EventLog:
 
         self._stands_for(tensor, saving.storage, died)
 
-    def note_size(self, tensor: Tensor) -> None:
-        """Notes that a storage was emptied or filled since the last operation, as FSDP2 does with what it gathers."""
+    def note_size(self, tensor: Tensor, unit: int) -> None:
+        """Notes that a storage was emptied or filled since the last operation, as FSDP2 does with what it gathers.
+
+        Args:
+            unit: the module that gathers it.
+        """
         storage = tensor.untyped_storage()
         key, num_bytes = identity_of(storage), storage.nbytes()
         index = self._live.get(key, -1)
@@ -180,7 +186,14 @@ class EventLog:
             self.storages[index].died = len(self.ops)
             self._forget(key)
         elif index < 0 and num_bytes:
-            self._new_storage(tensor, "temporary", birth=len(self.ops))
+            index = self._new_storage(tensor, "temporary", birth=len(self.ops))
+        if index >= 0 and num_bytes:
+            self.storages[index].unit = unit
+
+    def forget_units(self) -> None:
+        """Says of no storage any more which module has gathered it."""
+        for storage in self.storages:
+            storage.unit = -1
 
     def stands_for(self, tensor: Tensor, original: Tensor) -> None:
         """Says that this tensor holds the bytes of a known one, which has none any more."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from memwall.torch_internals.sharding import gathered_parameters, is_sharding_unit
+from memwall.torch_internals.sharding import gathered_parameters, gathers_ahead, is_sharding_unit
 from memwall.torch_internals.storages import identity_of
 
 
@@ -17,13 +17,19 @@ class Gathered:
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._waiting = [module for root in roots for module in root.modules() if is_sharding_unit(module)]
-        self._known: dict[int, Tensor] = {}
+        self._units = tuple(self._waiting)
+        self._known: dict[int, tuple[nn.Module, Tensor]] = {}
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Returns one tensor for each storage, which may be empty now."""
+    def tensors(self) -> list[tuple[nn.Module, Tensor]]:
+        """Returns one tensor for each storage, which may be empty now, with the unit that gathers it."""
         self._look()
         return list(self._known.values())
+
+    @property
+    def gather_the_next(self) -> bool:
+        """Returns whether units gather the next one in backward, and the script has said nothing else."""
+        return not any(gathers_ahead(unit) for unit in self._units)
 
     def holds(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is a gathered parameter, or a view of one."""
@@ -36,5 +42,5 @@ class Gathered:
         for unit in list(self._waiting):
             found = gathered_parameters(unit)
             if found is not None:
-                self._known |= {identity_of(whole.untyped_storage()): whole for whole in found}
+                self._known |= {identity_of(whole.untyped_storage()): (unit, whole) for whole in found}
                 self._waiting.remove(unit)

@@ -52,6 +52,7 @@ def build_step(
             dtype=storage.dtype,
             copied=storage.copied,
             stream=storage.stream,
+            unit=storage.unit,
         )
         for index, storage in enumerate(log.storages)
     )

@@ -20,6 +20,7 @@ from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.parameters import ParameterPlacement
 from memwall.planning.techniques.recompute import Recompute
+from memwall.planning.techniques.reshard import Reshard
 from memwall.report.plan_grids import action_grid
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -60,6 +61,10 @@ EXAMPLES: dict[str, tuple[Action, tuple[str, str, str]]] = {
     "low-bit-state": (
         LowBitState(),
         ("optimizer state in 8 bits, lossy", "between steps", "changes-numerics"),
+    ),
+    "reshard": (
+        Reshard(units=("h.0", "h.1")),
+        ("free gathered parameters after forward", "2 units, h.0 to h.1", "bit-exact"),
     ),
     "parameter-placement": (
         ParameterPlacement(tier="disk", blocks=("h.0", "h.1"), window_bytes=2, min_bytes=1, written_bytes=3),

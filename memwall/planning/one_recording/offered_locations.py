@@ -4,13 +4,16 @@ from typing import Any
 
 from memwall.planning.location import IN_MEMORY, Location
 from memwall.planning.one_recording.search_inputs import SearchInputs
-from memwall.planning.technique import Technique, techniques
+from memwall.planning.technique import Choice, Technique, techniques
+
+_WITHOUT_LOSS = ("shorter", "clearly-shorter")
 
 
 class OfferedLocations:
     """Holds the locations that are legal for a trace, and write to the disk where that is allowed.
 
     Attributes:
+        in_memory: ways to have all in memory, first as the loop has it, the one that frees most last.
         ordinary: ways to have state on the next tier that lose nothing, the one that frees most first.
         bound: ways that lose nothing, and leave a loop less freedom.
         lossy: ways that lose digits, each with the technique that offers it.
@@ -23,15 +26,18 @@ class OfferedLocations:
     def __init__(self, inputs: SearchInputs) -> None:
         self._inputs = inputs
         self.are_barred = False
-        ordinary = self._without_loss()
-        self.ordinary = self._within_writes(() if isinstance(ordinary, str) else ordinary)
+        shorter, _ = self._chosen_if("shorter")
+        self.in_memory = (IN_MEMORY, *shorter[::-1])
+        found, reason = self._chosen_if("clearly-shorter")
+        ordinary = found or reason
+        self.ordinary = self._within_writes((*(one.plus(self.in_memory[-1]) for one in found[:1] if shorter), *found))
         self.bound: tuple[Location, ...] = ()
         self.lossy: list[tuple[Technique[Any], Location]] = []
         self.leanest = IN_MEMORY
         self.last_resorts: tuple[Location, ...] = ()
         self.stays = ""
         for technique in techniques():
-            offered = technique.locations(inputs, ordinary) if technique.choice != "clearly-shorter" else ()
+            offered = technique.locations(inputs, ordinary) if technique.choice not in _WITHOUT_LOSS else ()
             if technique.choice == "worth-freedom":
                 self.bound += () if isinstance(offered, str) else self._within_writes(offered)
             elif technique.choice == "worth-digits":
@@ -44,17 +50,17 @@ class OfferedLocations:
                 self.last_resorts += tuple(o for o, both in zip(offered, added, strict=True) if both in kept)
                 self.leanest = ordinary[0]
 
-    def _without_loss(self) -> tuple[Location, ...] | str:
-        """Returns the locations that lose nothing, the one that frees most first; or why there are none."""
+    def _chosen_if(self, choice: Choice) -> tuple[tuple[Location, ...], str]:
+        """Returns what techniques with that choice offer, the location that frees most first; or why it is nothing."""
         found: tuple[Location, ...] = ()
         reason = ""
         for technique in techniques():
-            offered = technique.locations(self._inputs, ()) if technique.choice == "clearly-shorter" else ()
+            offered = technique.locations(self._inputs, ()) if technique.choice == choice else ()
             if isinstance(offered, str):
                 reason = reason or offered
             else:
                 found += offered
-        return found or reason
+        return found, reason
 
     def _within_writes(self, locations: tuple[Location, ...]) -> tuple[Location, ...]:
         """Returns those that write nothing to the disk, where nothing may be written."""

@@ -126,6 +126,8 @@ class RecordingSearch:
 
     def _best(self, *, packs: bool) -> Candidate | None:
         best = self._best_at(IN_MEMORY, packs=packs)
+        for location in self._offers.in_memory[1:]:
+            best = self._best_at(location, packs=packs) if best is None else self._shorter(best, location, packs=packs)
         for location in self._offers.bound:
             at_most = math.inf if best is None else self._shorter_by(_WORTH_FREEDOM, best)
             if location.seconds < at_most:
@@ -253,7 +255,13 @@ class RecordingSearch:
         last = [part.plus(self._offers.leanest) for part in self._offers.last_resorts[-1:]]
         lossy = [location for _, location in self._offers.lossy]
         lowest = [location for location in self._offers.ordinary if location.lowest_bytes][:1]
-        return (next(iter(self._offers.ordinary), IN_MEMORY), *lowest, *self._offers.bound, *lossy, *last)
+        return (
+            next(iter(self._offers.ordinary), self._offers.in_memory[-1]),
+            *lowest,
+            *self._offers.bound,
+            *lossy,
+            *last,
+        )
 
     def infeasible(self) -> InfeasibleError:
         """Says by how much, and what would help."""
