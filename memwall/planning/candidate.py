@@ -9,7 +9,7 @@ from memwall.planning.action import Action
 from memwall.planning.explain import disk_wear
 from memwall.planning.forecast import Forecast, Lever, PeakBytes
 from memwall.planning.location import Location
-from memwall.planning.menu import MIN_MOVED_BYTES
+from memwall.planning.menu import recorded_min_bytes
 from memwall.planning.planfile import Plan
 from memwall.predict.curve import live_peak_bytes, step_seconds
 from memwall.predict.link_time import LinkTime
@@ -79,7 +79,7 @@ def plan_of(
     first = trace.steps[0]
     if trace.is_parked and first.process_peak_bytes:
         # It ran under the safest plan and has been measured already.
-        parked = StepModel(first, trace.names, ()).parked(MIN_MOVED_BYTES)
+        parked = StepModel(first, trace.names, ()).parked(recorded_min_bytes(trace.device))
         phases["first_step"] = PeakBytes(
             # State that went to disk as it was made was never all there; the process bounds what was.
             allocated_bytes=min(live_peak_bytes(parked, trace.device), first.process_peak_bytes - trace.base_bytes),

@@ -9,6 +9,15 @@ WINDOW_BYTES = 32 << 20
 """The least memory for bytes on their way out. Smaller makes the computing thread wait, larger costs memory."""
 MIN_MOVED_BYTES = 1 << 20
 """Smaller saved tensors stay where they are."""
+_RECORDED_MIN_BYTES = 256 << 10
+
+
+def recorded_min_bytes(device: str) -> int:
+    """Returns the size from which on saved tensors leave while a step is recorded on a kind of device.
+
+    On a CPU smaller ones leave than under plans, which run blocks again instead: many layers save as much in them.
+    """
+    return _RECORDED_MIN_BYTES if device == "cpu" else MIN_MOVED_BYTES
 
 
 class Costs(Struct, frozen=True, kw_only=True):

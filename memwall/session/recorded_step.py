@@ -25,7 +25,7 @@ from memwall.checkpoint.discovery import find_optimizers, objects_of
 from memwall.errors import MemwallError
 from memwall.machine.meter import meter_of
 from memwall.machine.process_group import num_processes
-from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES
+from memwall.planning.menu import WINDOW_BYTES, recorded_min_bytes
 from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, bucket_choices
@@ -103,7 +103,7 @@ class RecordedStep:
                 disk=settings.disk,
                 capacity_bytes=disk_capacity_bytes,
                 window_bytes=WINDOW_BYTES,
-                min_bytes=MIN_MOVED_BYTES,
+                min_bytes=recorded_min_bytes(self._device.type),
                 host_limit_bytes=host_limit_bytes,
                 no_disk=settings.no_disk,
             )

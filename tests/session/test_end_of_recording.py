@@ -38,6 +38,17 @@ def test_free_pages_are_returned_before_a_steps_records_are_made(monkeypatch: py
     assert free_bytes == [0]
 
 
+def test_saved_tensors_of_half_a_mebibyte_leave_while_a_step_is_recorded() -> None:
+    """GIVEN 24 layers that each save little THEN the first step has room for all of them: it runs under no plan yet."""
+    model = nn.Sequential(*(layer for _ in range(24) for layer in (nn.Linear(256, 256), nn.Tanh())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with memwall.fit(model, optimizer, budget="64GiB") as session:
+        for _ in range(2):
+            model(torch.randn(512, 256)).sum().backward()  # 512 KiB for each result
+            optimizer.step()
+    assert session.measured.first_step_bytes_to_tier == 25 * MIB // 2  # the batch, and each result of Tanh
+
+
 def test_equal_names_and_shapes_of_a_log_are_there_once() -> None:
     model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
     recorder = StepRecorder([model])
