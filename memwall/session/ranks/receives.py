@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from torch import distributed
 
@@ -64,9 +65,14 @@ def watch_receives(patches: Patches, has_met: Callable[[], bool]) -> None:
     """
     if not distributed.is_available():
         return
+    word = uuid4().hex
+    if distributed.is_initialized():
+        _come(word)
+    else:
+        patches.wrap(distributed, "init_process_group", partial(_begins, word))
     # Calls that all ranks of a group make are known apart by their count, which begins with the group.
     for name in (*_RECEIVING, *(() if distributed.is_initialized() else _MEETING)):
-        patches.wrap(distributed, name, partial(_waits, name, has_met))
+        patches.wrap(distributed, name, partial(_waits, name, has_met, word))
 
 
 def waits_of(store: Any, ranks: Sequence[int]) -> dict[int, Wait]:
@@ -74,7 +80,8 @@ def waits_of(store: Any, ranks: Sequence[int]) -> dict[int, Wait]:
 
     One that all others have made is left out: it returns, however late.
     """
-    written = {rank: store.get(_key(rank)) for rank in ranks if store.check([_key(rank)])}
+    keys = {rank: _key(rank, _word_of(store, rank)) for rank in ranks}
+    written = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
     waits = {rank: _read(store, text) for rank, text in written.items() if text != _NOTHING}
     return {rank: wait for rank, wait in waits.items() if wait.needed or wait.call in _RECEIVING}
 
@@ -97,11 +104,27 @@ def refuse_waiting(store: Any, waits: dict[int, Wait]) -> RankError:
     return RankError(text)
 
 
-def _waits(name: str, has_met: Callable[[], bool], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _begins(word: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    if num_processes() > 1 and distributed.get_backend() != "fake":
+        _come(word)
+    return result
+
+
+def _come(word: str) -> None:
+    """Says by which word what this process waits for is found: torchrun keeps the store of ranks that it restarts."""
+    with suppress(RuntimeError):
+        store_of_all().set(_place_of_word(distributed.get_rank()), word)
+
+
+def _waits(
+    name: str, has_met: Callable[[], bool], word: str, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     if has_met() or num_processes() == 1:
         return original(*args, **kwargs)
     store, own = store_of_all(), distributed.get_rank()
-    key, made, turn = _key(own), "", 0
+    store.set(_place_of_word(own), word)
+    key, made, turn = _key(own, word), "", 0
     if name in _RECEIVING:
         needed = _source(*args, **kwargs)
     else:
@@ -110,7 +133,7 @@ def _waits(name: str, has_met: Callable[[], bool], original: Callable[..., Any],
         if not isinstance(group, distributed.ProcessGroup):  # this rank is not in it
             return original(*args, **kwargs)
         needed, made = distributed.get_process_group_ranks(group), group.group_name
-        turn = store.add(_made(own, made), 0) + 1
+        turn = store.add(_made(own, word, made), 0) + 1
     others = ",".join(str(rank) for rank in needed if rank != own)
     store.set(key, f"{store.add(f'{key}/calls', 1)} {name} {others} {turn} {made}")
     try:
@@ -123,7 +146,7 @@ def _waits(name: str, has_met: Callable[[], bool], original: Callable[..., Any],
     else:
         if turn:
             with suppress(RuntimeError):
-                store.add(_made(own, made), 1)
+                store.add(_made(own, word, made), 1)
         return result
     finally:
         with suppress(RuntimeError):  # the store was with the rank that has ended
@@ -146,7 +169,7 @@ def _read(store: Any, text: bytes) -> Wait:
 
 
 def _has_made(store: Any, rank: int, group: str, turn: int) -> bool:
-    return turn > 0 and store.add(_made(rank, group), 0) >= turn
+    return turn > 0 and store.add(_made(rank, _word_of(store, rank), group), 0) >= turn
 
 
 def _refused(store: Any) -> RankError | None:
@@ -156,10 +179,19 @@ def _refused(store: Any) -> RankError | None:
         return None
 
 
-def _key(rank: int) -> str:
+def _place_of_word(rank: int) -> str:
     return f"memwall/receives/{rank}"
 
 
-def _made(rank: int, group: str) -> str:
+def _word_of(store: Any, rank: int) -> str:
+    place = _place_of_word(rank)
+    return str(store.get(place).decode()) if store.check([place]) else ""
+
+
+def _key(rank: int, word: str) -> str:
+    return f"{_place_of_word(rank)}/{word}"
+
+
+def _made(rank: int, word: str, group: str) -> str:
     """Returns where it is counted how many calls a rank has made that all ranks of a group make."""
-    return f"memwall/made/{rank}/{group}"
+    return f"memwall/made/{rank}/{word}/{group}"

@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import memwall
 from memwall.errors import UsageError
+from memwall.patches import Patches
 from memwall.session.ranks import agreement, receives
-from memwall.session.ranks.receives import Wait, waits_of
+from memwall.session.ranks.receives import Wait, waits_of, watch_receives
 
 BY_HAND = """
 import torch
@@ -154,10 +155,10 @@ def test_each_call_is_told_apart_and_taken_back(monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("no route to host")
 
     assert waits_of(store, [0, 1]) == {}
-    receives._waits("recv", lambda: False, recv, None, 0)
+    receives._waits("recv", lambda: False, "word", recv, None, 0)
     with pytest.raises(RuntimeError, match="no route"):
-        receives._waits("recv", lambda: False, recv, tensor=None, src=2)
-    receives._waits("recv", lambda: False, recv, None)
+        receives._waits("recv", lambda: False, "word", recv, tensor=None, src=2)
+    receives._waits("recv", lambda: False, "word", recv, None)
     assert [look[1].needed for look in seen] == [(0,), (2,), ()]
     assert len({look[1].number for look in seen}) == 3
     assert waits_of(store, [0, 1]) == {}
@@ -174,7 +175,7 @@ def test_a_call_that_the_others_have_made_is_no_wait(monkeypatch: pytest.MonkeyP
 
     def barrier(rank: int, do: Callable[[], object] = bool) -> None:
         monkeypatch.setattr(distributed, "get_rank", lambda: rank)
-        receives._waits("barrier", lambda: False, lambda: do())
+        receives._waits("barrier", lambda: False, f"word {rank}", lambda: do())
 
     def look() -> None:
         seen.append(waits_of(store, [1]))
@@ -184,6 +185,62 @@ def test_a_call_that_the_others_have_made_is_no_wait(monkeypatch: pytest.MonkeyP
     barrier(0)
     barrier(1, look)
     barrier(1, look)
+    assert [{rank: wait.needed for rank, wait in each.items()} for each in seen] == [{1: (0,)}, {}, {1: (0,)}]
+
+
+class Outliving(distributed.HashStore):
+    """A store that hears nothing from a process that is killed."""
+
+    is_cut = False
+
+    def set(self, key: str, value: str) -> None:
+        if not self.is_cut:
+            super().set(key, value)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_ranks_waited_for_that_were_killed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a rank that was killed at a barrier, and a store that outlives it WHEN it is restarted THEN it waits for
+    nobody, and what another one had made before it was restarted is no barrier of now.
+    """
+    store = Outliving()
+    monkeypatch.setattr(receives, "num_processes", lambda: 2)
+    monkeypatch.setattr(distributed, "get_process_group_ranks", lambda _: [0, 1])
+    monkeypatch.setattr(receives, "store_of_all", lambda: store)
+    monkeypatch.setattr(distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(distributed, "init_process_group", lambda: None)
+    seen: list[dict[int, Wait]] = []
+
+    def started(rank: int, *barriers: Callable[[], object]) -> None:
+        """Runs a process that makes barriers, one of which may end it."""
+        store.is_cut = False
+        monkeypatch.setattr(distributed, "get_rank", lambda: rank)
+        with pytest.MonkeyPatch.context() as patch:
+            patches, calls = Patches("watches a process"), iter(barriers)
+            patch.setattr(distributed, "barrier", lambda: next(calls)())
+            watch_receives(patches, lambda: False)
+            try:
+                distributed.init_process_group()
+                for _ in barriers:
+                    distributed.barrier()
+            finally:
+                patches.undo()
+
+    def look() -> None:
+        seen.append(waits_of(store, [1]))
+
+    def killed() -> None:
+        look()
+        store.is_cut = True
+        raise SystemExit
+
+    started(0, bool, bool)
+    with pytest.raises(SystemExit):
+        started(1, bool, bool, killed)
+    started(0)
+    started(1)
+    look()
+    started(1, look)
     assert [{rank: wait.needed for rank, wait in each.items()} for each in seen] == [{1: (0,)}, {}, {1: (0,)}]
 
 
