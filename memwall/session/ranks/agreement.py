@@ -180,6 +180,15 @@ class Ranks:
         if self._store.check([f"plans/{self._num_agreements}"]):
             raise RankError(_left_within_step("this one", self.num_ranks))
 
+    def left_in_vain(self) -> RankError | None:
+        """Returns the error of this rank where it has left within a step that others have ended; else None."""
+        if not self._has_left:
+            return None
+        with suppress(RuntimeError):  # the store was with one that has ended
+            if not self._store.check([f"plans/{self._num_agreements}"]):
+                return None
+        return RankError(_left_within_step("this one", self.num_ranks))
+
     def come_back(self) -> None:
         """Says that this rank goes on with the others, whether or not it had left within a step, as all of them had."""
         self.have_inputs = True

@@ -38,6 +38,12 @@ def _exit(
     try:
         ends(kind is None)
         return original(join, kind, *about)
+    except RuntimeError as error:
+        met = ranks()
+        failure = None if met is None else met.left_in_vain()
+        if failure is None:
+            raise
+        raise failure from error
     finally:  # where ranks end early, each of them hears of it by an error
         met = ranks()
         if met is not None:
