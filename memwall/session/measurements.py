@@ -103,7 +103,9 @@ class Measurements(Struct, kw_only=True):
             self.script_peaks = SeparatePeaks.begin(self.meter.place)
             index = torch.cuda.current_device() if self.meter.place.index is None else self.meter.place.index
             if self.meter.allocator_peak().reserved_bytes == self.reserved_before.get(index):
-                self.meter.reset_peak()  # what was held before the session is none of its budget's
+                # What was held before the session is none of its budget's, and what lies free of that is given back.
+                torch.cuda.empty_cache()
+                self.meter.reset_peak()
         peak_bytes = self.note_peak()
         grown_bytes = peak_bytes - self.begin_peak_bytes
         if self.meter.device == "cpu" and not self.num_steps and grown_bytes > _NOTABLE_BYTES:

@@ -46,12 +46,11 @@ def is_too_large(shape: Shape, trace: Trace | None, plan: Plan | None) -> bool:
     """Returns whether a step with such a batch may pass the budget of a plan for the recorded one.
 
     What a step holds grows with the samples, and with their length squared where each position looks at all others.
-    A device's allocator is held to the budget, and tells when that is not enough.
     """
     if trace is None or plan is None or shape == trace.input_shape:
         return False  # as nearly always, and quickly found
     recorded, budget_bytes = trace.input_shape, plan.forecast.budget_bytes
-    if trace.device != "cpu" or not budget_bytes or not recorded or len(shape) != len(recorded) or 0 in recorded:
+    if not budget_bytes or not recorded or len(shape) != len(recorded) or 0 in recorded:
         return False
     growth = growth_of(shape, recorded)
     held_bytes = plan.forecast.steady_process_bytes
