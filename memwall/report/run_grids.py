@@ -92,7 +92,7 @@ def run_grid(report: RunReport) -> Grid:
     outside_bytes, gap_bytes = report.outside_steps_bytes, report.unexplained_bytes
     if outside_bytes is not None:
         rows.insert(2, ("process peak, outside the steps", DASH, _needed(outside_bytes), DASH))
-    if measured.proof_peak_bytes:
+    if measured.proof_peak_bytes > report.steady_peak_bytes:
         rows.insert(2, ("process peak, step that proved actions", DASH, _needed(measured.proof_peak_bytes), DASH))
     if gap_bytes:
         gap = f"{'-' if gap_bytes < 0 else ''}{format_bytes(abs(gap_bytes))}"

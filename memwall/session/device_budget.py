@@ -8,6 +8,8 @@ import torch
 from memwall.apply.memory.yielding import Yielding
 from memwall.machine.meter import CudaMeter, Meter
 from memwall.store.room import CudaLimit, cuda_segment_room_bytes
+from memwall.torch_internals.sharding import local_part
+from memwall.torch_internals.storages import dense_parts
 from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -126,7 +128,8 @@ class DeviceBudget:
         if self._limit.place is None or self._recording is not None:
             return
         gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        needed_bytes = _OPTIMIZER_COPIES * sum(gradient.nbytes for gradient in gradients)
+        parts = (part for gradient in gradients for part in dense_parts(local_part(gradient)))
+        needed_bytes = _OPTIMIZER_COPIES * sum(part.nbytes for part in parts)
         if cuda_segment_room_bytes(self._limit.place) < needed_bytes:
             gives = self._yielding is not None
             self.end_step()

@@ -14,7 +14,7 @@ from memwall.machine.device_peaks import AllocatorPeak, SeparatePeaks, reserved_
 from memwall.machine.meter import CudaMeter, HostMeter, Meter, meter_of, process_peak_bytes
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
-from memwall.torch_internals.storages import sparse_indices, sparse_values
+from memwall.torch_internals.storages import dense_parts
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
 
@@ -206,7 +206,7 @@ def standing_bytes(model: nn.Module, optimizers: Optimizers, trace: Trace) -> in
     for optimizer in optimizers_of(optimizers):
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    dense = [part for tensor in map(local_part, tensors) for part in _dense_parts(tensor)]
+    dense = [part for tensor in map(local_part, tensors) for part in dense_parts(tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in dense if t.device.type == "cpu"}
     batch = sum(s.nbytes for s in trace.steps[0].storages if s.category == "input" and s.device == "cpu")
     return sum(storages.values()) + batch
@@ -216,10 +216,3 @@ def trained_parameters(model: nn.Module) -> tuple[bool, ...]:
     """Returns of each parameter whether it takes gradients."""
     with without_subclass_functions():  # to look at parameters on disk does not bring them in
         return tuple(parameter.requires_grad for parameter in model.parameters())
-
-
-def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns what holds a tensor's bytes; a sparse one has no storage of its own."""
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    return (sparse_indices(tensor), sparse_values(tensor)) if tensor.layout is torch.sparse_coo else ()

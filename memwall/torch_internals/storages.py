@@ -50,3 +50,10 @@ sparse_values: Callable[[Tensor], Tensor] = method("torch.Tensor._values", "grad
 
 sparse_nnz: Callable[[Tensor], int] = method("torch.Tensor._nnz", "gradients of sparse embeddings")
 """Returns the number of entries of a sparse tensor."""
+
+
+def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns what holds a tensor's bytes: a sparse one has no storage of its own, and no `nbytes`."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    return (sparse_indices(tensor), sparse_values(tensor)) if tensor.layout is torch.sparse_coo else ()
