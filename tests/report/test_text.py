@@ -18,6 +18,7 @@ from memwall.planning.techniques.compiled_graphs import CompiledGraphs
 from memwall.planning.techniques.cpu_step import StepOnCpu
 from memwall.planning.techniques.gradient_release import GradientRelease
 from memwall.planning.techniques.low_bit_state import LowBitState
+from memwall.planning.techniques.reshard import Reshard
 from memwall.report.plan_grids import action_grid, fit_of
 from memwall.report.run_grids import Outcome, loss_difference, run_grid
 from memwall.report.summary import run_summary
@@ -182,7 +183,7 @@ def test_a_plan_without_actions_says_that_none_is_needed() -> None:
 def test_every_kind_of_action_is_drawn(actions: tuple[Action, ...]) -> None:
     # No plan has the first three beside state on disk.
     unlike = (LowBitState(), StepOnCpu(bucket_bytes=2, min_bytes=1), GradientRelease(window_bytes=2))
-    every = (*actions, *unlike, CompiledGraphs(ratio=0.5))
+    every = (*actions, *unlike, CompiledGraphs(ratio=0.5), Reshard(units=("blocks.0", "blocks.1")))
     assert {type(action) for action in every} == {technique.record for technique in techniques()}
     for action in every:
         (row,) = action_grid((action,)).rows
