@@ -43,6 +43,7 @@ STATE = {
     "memwall.checkpoint.ending._is_over": "nothing: the process ends",
     "memwall.checkpoint.ending._let_go_in_children": "nothing: Python keeps the hook",
     "memwall.checkpoint.ending._look_after_exit": "nothing: Python calls it as it ends",
+    "memwall.session.watch.heap_rise._mallinfo": _FOREVER,
     "memwall.session.watch.python_growth._stop_in_children": "nothing: Python keeps the hook",
     "memwall.rows.optimizer._is_installed": "nothing: torch keeps the hooks",
     "memwall.apply.technique._discover": "nothing: the folder of techniques is read once",

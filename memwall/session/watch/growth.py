@@ -1,8 +1,9 @@
 """Notices that a run needs more memory with each step, and names the lines whose tensors nothing frees.
 
-What the process holds between steps is looked at when a step begins. Once it rises evenly one step's tensors are noted,
-and asked for three steps later: those that still live are what grows. Where none does, three steps of what Python
-allocates are traced before that is said, for its lines. What else may run out is looked at beside it.
+What the process holds between steps is looked at when a step begins, and what is in use of that (`heap_rise`). Once
+one of both rises evenly one step's tensors are noted, and asked for three steps later: those that still live are what
+grows. Where none does, three steps of what Python allocates are traced before that is said, for its lines. What else
+may run out is looked at beside it.
 """
 
 import logging
@@ -19,6 +20,7 @@ from memwall.session.watch.births import Births, Living
 from memwall.session.watch.device_memory import DeviceMemoryWatch
 from memwall.session.watch.disk_space import DiskSpaceWatch
 from memwall.session.watch.even_rise import EvenRise, is_used_up_soon
+from memwall.session.watch.heap_rise import HeapRise, InUse
 from memwall.session.watch.open_files import OpenFilesWatch
 from memwall.session.watch.python_growth import TRACED_STEPS, PythonGrowth
 from memwall.torch_internals.compiler import is_compiled
@@ -50,13 +52,15 @@ class GrowthWatch:
         self, *, budget_bytes: Callable[[], int], model: Callable[[], nn.Module], disk: Callable[[], str | None]
     ) -> None:
         self._budget_bytes, self._model = budget_bytes, model
-        self._rise = EvenRise(_LEAST_BYTES)
+        self._rise, self._heap = EvenRise(_LEAST_BYTES), HeapRise(_LEAST_BYTES)
+        self._is_on_host = True
         self._files = OpenFilesWatch()
         self._disks = DiskSpaceWatch(lambda: (disk() or tempfile.gettempdir(), os.curdir))
         self._device: DeviceMemoryWatch | None = None
         self._num_steps = 0
         self._births: Births | None = None
         self._noted_at = self._anew_at = self._mapped_bytes = self._traced_at = 0
+        self._in_use = InUse(None, 0)
         self._python: PythonGrowth | None = None
         self._watching: tuple[int, ...] | None = None
         self._bytes_per_step = 0.0
@@ -82,6 +86,9 @@ class GrowthWatch:
         if self._is_said:
             return
         self._rise.add(float(now_bytes))
+        self._is_on_host = device.type == "cpu"
+        if self._is_on_host:
+            self._heap.begin_step(is_rising=self._rise.may_rise)
         if self._python is not None:
             self._python.begin_step()
         if self._births is not None:
@@ -92,8 +99,7 @@ class GrowthWatch:
             if self._num_steps == self._traced_at + TRACED_STEPS:
                 self._say_of_others(now_bytes)
             return
-        room_bytes = self._room_bytes(now_bytes) if self._is_outside_tensors else 0
-        rise = self._rise.per_step(room_bytes)
+        rise = self._rise_per_step(now_bytes)
         if rise is None:
             return
         self._bytes_per_step = rise
@@ -122,15 +128,34 @@ class GrowthWatch:
             self._births.stop()
         self._end_trace()
 
+    def _rise_per_step(self, now_bytes: int) -> float | None:
+        """Returns how much more is held with each step; None where that is no growth, or not known to be yet."""
+        room_bytes = self._room_bytes(now_bytes) if self._is_outside_tensors else 0
+        in_use = self._heap.per_step(room_bytes) if self._is_on_host else None
+        if in_use is not None:
+            return in_use
+        rise = self._rise.per_step(room_bytes)
+        if rise is None or not self._is_outside_tensors or self._is_borne_out(rise):
+            return rise
+        return self._rise.per_step(math.inf)  # for longer
+
+    def _is_borne_out(self, rise: float) -> bool:
+        """Tells whether a rise is of what is in use, and not of pieces that the heap has free."""
+        if not self._is_on_host or (self._heap.per_step() or 0.0) >= _LEAST_SHARE * rise:
+            return True
+        risen_bytes = InUse.now().most_bytes_of_python - self._in_use.most_bytes_of_python
+        return risen_bytes >= _LEAST_SHARE * rise * (self._num_steps - self._anew_at)
+
     def _ask(self, now_bytes: int) -> None:
         assert self._births is not None
         births, self._births = self._births, None
         living = births.living()
         if sum(each.num_bytes for each in living) < _LEAST_SHARE * self._bytes_per_step:
             # What no step's tensors account for moves for more reasons: it has to rise for longer, and from here on,
-            # unless there is no time for that.
+            # unless there is no time for that, and more is in use.
             self._is_outside_tensors = True
-            if is_used_up_soon(self._room_bytes(now_bytes), self._bytes_per_step):
+            is_soon = is_used_up_soon(self._room_bytes(now_bytes), self._bytes_per_step)
+            if is_soon and self._is_borne_out(self._bytes_per_step):
                 self._say_of_others(now_bytes)
             else:
                 self._begin_anew()
@@ -152,17 +177,28 @@ class GrowthWatch:
             return
         kept = [] if self._python is None else self._python.lines(_LEAST_SHARE * self._bytes_per_step)
         self._end_trace()
-        lines = ", ".join(f"{line} ({format_bytes(num_bytes)})" for line, num_bytes in kept[:_MOST_LINES])
-        self._say(
-            now_bytes,
-            f"no tensor of step {self._noted_at} of the plan is held: "
-            + (
-                f"it is what Python allocates in {lines}, which a list, a dictionary or a cache keeps"
-                if kept
-                else "it is Python objects, a library's memory, a cache that fills, or tensors that are kept at some "
-                "steps only, as those that are logged"
-            ),
-        )
+        if kept:
+            lines = ", ".join(f"{line} ({format_bytes(num_bytes)})" for line, num_bytes in kept[:_MOST_LINES])
+            cause = f"is held: it is what Python allocates in {lines}, which a list, a dictionary or a cache keeps"
+        elif self._is_on_host and self._is_flat(risen_bytes):
+            cause = (
+                "is held, and of the heap no more is in use: it is free pieces there, as batches of many lengths leave "
+                "them, shared memory, or a library's that has a heap of its own"
+            )
+        else:
+            cause = (
+                "is held: it is Python objects, a library's memory, a cache that fills, or tensors that are kept at "
+                "some steps only, as those that are logged"
+            )
+        self._say(now_bytes, f"no tensor of step {self._noted_at} of the plan {cause}")
+
+    def _is_flat(self, risen_bytes: float) -> bool:
+        """Tells whether it is known that little more is in use than when the process began to rise by so much."""
+        now, before = InUse.now(), self._in_use
+        of_python = now.most_bytes_of_python - before.most_bytes_of_python
+        if now.heap_bytes is None or before.heap_bytes is None:
+            return False
+        return now.heap_bytes - before.heap_bytes + of_python < _LEAST_SHARE * risen_bytes
 
     def _trace(self, now_bytes: int) -> bool:
         """Has Python's allocations traced, if there is room for that; returns whether they are."""
@@ -179,10 +215,11 @@ class GrowthWatch:
     def _begin_anew(self) -> None:
         self._end_trace()
         self._rise.forget()
+        self._heap.forget()
         self._note_pages()
 
     def _note_pages(self) -> None:
-        self._anew_at, self._mapped_bytes = self._num_steps, mapped_bytes()
+        self._anew_at, self._mapped_bytes, self._in_use = self._num_steps, mapped_bytes(), InUse.now()
 
     def _room_bytes(self, now_bytes: int) -> float:
         """Returns what may still be held beside what is; without end where there is no budget."""

@@ -11,10 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
-
-from memwall.session.watch.growth import GrowthWatch
+from growing_runs import watched
 
 MIB = 1 << 20
 STEP_BYTES = 2 * MIB
@@ -27,21 +24,13 @@ LATER_BYTES = 1 << 40
 def _log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr("memwall.session.watch.growth.mapped_bytes", lambda: MIB)
+    monkeypatch.setattr("memwall.session.watch.heap_rise._MOST_SHARE", 1.0)  # steps take no time here
 
 
-def watched(num_steps: int, step: Callable[[int], object], *, budget_bytes: int = SOON_BYTES) -> None:
+def run(num_steps: int, step: Callable[[int], object], *, budget_bytes: int = SOON_BYTES) -> None:
     """Runs steps, each of which leaves 2 MiB more than the one before."""
-    run([STEP_BYTES * i for i in range(num_steps)], step, budget_bytes=budget_bytes)
+    watched([400 * MIB + STEP_BYTES * i for i in range(num_steps)], step=step, budget_bytes=budget_bytes)
     assert not tracemalloc.is_tracing()
-
-
-def run(held_bytes: list[int], step: Callable[[int], object], *, budget_bytes: int) -> None:
-    watch = GrowthWatch(budget_bytes=lambda: budget_bytes, model=nn.Module, disk=lambda: None)
-    for number, num_bytes in enumerate(held_bytes):
-        watch.begin_step(400 * MIB + num_bytes, torch.device("cpu"))
-        step(number)
-        watch.end_step()
-    watch.close()
 
 
 def drawn(num_bytes: int = STEP_BYTES) -> object:
@@ -63,7 +52,7 @@ def test_the_line_that_keeps_what_is_no_tensor_is_named(
 ) -> None:
     """GIVEN objects that a loop keeps WHEN they reach the budget soon THEN their line is named within 20 steps."""
     kept = []
-    watched(num_steps, lambda _: kept.append(made()), budget_bytes=budget_bytes)
+    run(num_steps, lambda _: kept.append(made()), budget_bytes=budget_bytes)
     (message,) = caplog.messages
     line = made.__code__.co_firstlineno + 1
     assert re.search(rf"it is what Python allocates in \S*test_python_growth\.py:{line} \((1\.9|2\.0) MiB\)", message)
@@ -78,7 +67,7 @@ def test_what_each_step_frees_is_not_taken_for_what_grows(caplog: pytest.LogCapt
         held.append(drawn(16 * MIB))
         kept.append(in_numpy())
 
-    watched(20, step)
+    run(20, step)
     (message,) = caplog.messages
     assert f":{in_numpy.__code__.co_firstlineno + 1} (2.0 MiB), which" in message
     assert f":{drawn.__code__.co_firstlineno + 1} " not in message
@@ -89,7 +78,7 @@ def test_what_python_does_not_allocate_has_no_line(caplog: pytest.LogCaptureFixt
     library = ctypes.CDLL(None)
     library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     taken = []
-    watched(20, lambda _: taken.append(library.malloc(STEP_BYTES)))
+    run(20, lambda _: taken.append(library.malloc(STEP_BYTES)))
     for address in taken:
         library.free(address)
     assert "it is Python objects, a library's memory, a cache that fills" in caplog.messages[0]
@@ -99,7 +88,11 @@ def test_a_script_that_traces_itself_goes_on_doing_so(caplog: pytest.LogCaptureF
     kept = []
     tracemalloc.start()
     try:
-        run([STEP_BYTES * i for i in range(20)], lambda _: kept.append(drawn()), budget_bytes=SOON_BYTES)
+        watched(
+            [400 * MIB + STEP_BYTES * i for i in range(20)],
+            step=lambda _: kept.append(drawn()),
+            budget_bytes=SOON_BYTES,
+        )
         assert tracemalloc.is_tracing()
     finally:
         tracemalloc.stop()
@@ -113,7 +106,7 @@ def test_without_room_for_notes_it_is_said_as_soon_all_the_same(caplog: pytest.L
         kept.append(drawn())
         traced.append(tracemalloc.is_tracing())
 
-    watched(20, step, budget_bytes=480 * MIB)
+    run(20, step, budget_bytes=480 * MIB)
     assert "reaches the budget in about 22 of them; no tensor of step 16 of the plan is held: it is P" in caplog.text
     assert not any(traced)
 
@@ -130,7 +123,7 @@ def test_a_process_that_is_forked_meanwhile_does_not_trace() -> None:
                 os._exit(tracemalloc.is_tracing())
             statuses.append(os.waitpid(child, 0)[1])
 
-    watched(20, step)
+    run(20, step)
     assert traced.count(True) == 3
     assert statuses == [0, 0, 0]
 
@@ -171,13 +164,13 @@ def test_nothing_is_said_of_300_steps_that_hold_real_objects_for_a_while(
     Within 20 steps these do what a leak does, call by call: no count of objects or bytes tells them apart.
     """
     step = healthy_kinds()[kind]()
-    held = [MIB * (number % 40 if kind == "collected" else min(number, 40)) for number in range(300)]
-    run(held, step, budget_bytes=LATER_BYTES)
+    held = [400 * MIB + MIB * (number % 40 if kind == "collected" else min(number, 40)) for number in range(300)]
+    watched(held, step=step, budget_bytes=LATER_BYTES)
     assert caplog.messages == []
     assert not tracemalloc.is_tracing()
 
 
 def test_a_step_that_is_not_suspected_is_not_traced() -> None:
     traced = list[bool]()
-    run([0] * 60, lambda _: traced.append(tracemalloc.is_tracing()), budget_bytes=SOON_BYTES)
+    watched([400 * MIB] * 60, step=lambda _: traced.append(tracemalloc.is_tracing()), budget_bytes=SOON_BYTES)
     assert not any(traced)
