@@ -1,6 +1,7 @@
 """Actions prove themselves while a run goes on: one that changes the training is dropped at once, or ends the run."""
 
 import copy
+import inspect
 import logging
 import weakref
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from hidden_state import Calls
 from plans import plan_of
 from proven_models import WritesPastAutograd, assert_same, model_with, trained
 from torch import Tensor, nn
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from memwall.apply import technique
 from memwall.apply.blocks.hidden_state import HiddenState
@@ -214,6 +216,26 @@ def test_a_block_that_saves_more_than_there_is_room_for_keeps_nothing_of_it(monk
     for saved_bytes, expected in ((room_bytes, 2), (room_bytes + 1, 1)):
         model = model_with(block)
         with Session(plan=plan_of(model, Recompute(block="blocks.1", saved_bytes=saved_bytes))) as session:
+            session.attach(model, torch.optim.SGD(model.parameters()))
+            calls.clear()
+            loss = model(torch.ones(16, WIDTH)).sum()
+            assert len(calls) == expected
+            loss.backward()
+
+
+@pytest.mark.skipif(
+    "op_output" not in inspect.signature(SelectiveCheckpointContext).parameters,
+    reason="before 2.12 torch does not say what a kept operation returned",
+)
+def test_a_second_run_has_room_for_kept_results_beside_those_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a block that keeps some results WHEN it is proven THEN the second run's are no more than there is room."""
+    block, calls = counted()
+    kept = Recompute(block="blocks.1", kept_ops=(1, 2))  # the first layer's and tanh's: 16 x 128 numbers each
+    needed_bytes = 3 * WIDTH * 2 * WIDTH * 4 + 2 * 16 * 2 * WIDTH * 4
+    for room_bytes, expected in ((needed_bytes, 2), (needed_bytes - 1, 1)):
+        monkeypatch.setattr(AllocatorHandler, "room_bytes", lambda handler, room_bytes=room_bytes: room_bytes)
+        model = model_with(block)
+        with Session(plan=plan_of(model, kept)) as session:
             session.attach(model, torch.optim.SGD(model.parameters()))
             calls.clear()
             loss = model(torch.ones(16, WIDTH)).sum()

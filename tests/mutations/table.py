@@ -252,4 +252,11 @@ MUTATIONS = (
         "order = tuple(dict.fromkeys(self._order)) or",
         ("tests/apply/test_executor.py",),
     ),
+    Mutation(
+        "a block that keeps some results is run a second time without room for them beside those of the first run",
+        "memwall/apply/blocks/recomputed.py",
+        "first.need_second_run(0 if call.kept is None else call.kept.held_bytes)",
+        "first.need_second_run()",
+        ("tests/apply/test_proofs.py",),
+    ),
 )

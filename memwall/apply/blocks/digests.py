@@ -224,9 +224,13 @@ class Digesting:
             self.release()
             self._keeps = False
 
-    def need_second_run(self) -> None:
-        """Does so for what a second run takes, or an operation of this one."""
-        self.need(_RESULTS_AT_ONCE * self._largest_bytes)
+    def need_second_run(self, kept_bytes: int = 0) -> None:
+        """Does so for what a second run takes, or an operation of this one.
+
+        Args:
+            kept_bytes: results of this run that a selective checkpoint holds: the second one makes them beside these.
+        """
+        self.need(_RESULTS_AT_ONCE * self._largest_bytes + kept_bytes)
 
     def release(self) -> None:
         """Lets go of the tensors: from now on backward has what the outer hooks give."""

@@ -28,6 +28,8 @@ class KeptOperations:
     def __init__(self, kept: dict[int, str], *, is_proving: bool = False) -> None:
         self.overwritten = ""
         """Says which operation has written into a kept result: a second run would be given what it wrote."""
+        self.held_bytes = 0
+        """Counts the bytes of the results that are kept, where torch says what an operation returned: from 2.12 on."""
         self._is_proving = is_proving
         self._storages: dict[int, str] = {}
         """Names the operation of each kept result, by its storage: torch holds the results until backward."""
@@ -59,7 +61,10 @@ class KeptOperations:
         if not context.is_recompute:
             # Before 2.12 torch asks before the operation has run, and leaves it to itself to find such writes.
             for result in _tensors_in(getattr(context, "op_output", None)):
-                self._storages[identity_of(result.untyped_storage())] = str(op)
+                storage = result.untyped_storage()
+                identity = identity_of(storage)
+                self.held_bytes += 0 if identity in self._storages else storage.nbytes()
+                self._storages[identity] = str(op)
         return CheckpointPolicy.MUST_SAVE
 
     def _note_writes(self, op: Any, args: Any, kwargs: Any) -> None:

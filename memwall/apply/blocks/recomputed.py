@@ -129,7 +129,7 @@ class RecomputedBlock:
             out = call.begin(tensors)
         self._is_proven = True
         saved, before = list(first.taken), list(map(digest_of, _tensors_in(out)))
-        first.need_second_run()
+        first.need_second_run(0 if call.kept is None else call.kept.held_bytes)
         if first.lacked_bytes:
             _log.debug("'%s' has no room for a second run, and is proven by the one in backward", self.path)
             call.expected, call.places, call.lacked_bytes = saved, first.places, first.lacked_bytes
