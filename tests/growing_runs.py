@@ -30,7 +30,8 @@ def watched(
     for i, standing_bytes in enumerate(values):
         with pytest.MonkeyPatch.context() as patch:
             now_bytes = standing_bytes if in_use is None else in_use[i]
-            patch.setattr("memwall.session.watch.heap_rise.heap_bytes", lambda said=now_bytes: said)
+            for module in ("heap_rise", "growth"):
+                patch.setattr(f"memwall.session.watch.{module}.heap_bytes", lambda said=now_bytes: said)
             watch.begin_step(standing_bytes, torch.device("cpu"))
         step(i)
         watch.end_step()

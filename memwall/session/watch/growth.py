@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import tempfile
+import time
 from collections.abc import Callable
 
 import torch
@@ -20,7 +21,7 @@ from memwall.session.watch.births import Births, Living
 from memwall.session.watch.device_memory import DeviceMemoryWatch
 from memwall.session.watch.disk_space import DiskSpaceWatch
 from memwall.session.watch.even_rise import EvenRise, is_used_up_soon
-from memwall.session.watch.heap_rise import HeapRise, InUse
+from memwall.session.watch.heap_rise import HeapRise, heap_bytes
 from memwall.session.watch.open_files import OpenFilesWatch
 from memwall.session.watch.python_growth import TRACED_STEPS, PythonGrowth
 from memwall.torch_internals.compiler import is_compiled
@@ -37,6 +38,8 @@ _LEAST_SHARE = 0.5
 _MOST_LINES = 3
 _TRACING_BYTES = 64 << 20
 """Room that is left for notes of Python's allocations: with less of it no lines are told."""
+_TRACING_SECONDS, _TRACING_TIMES = 1.0, 3
+"""Time for these notes, beside so many times what the steps take without: an import takes ten times as long then."""
 
 
 class GrowthWatch:
@@ -60,7 +63,8 @@ class GrowthWatch:
         self._num_steps = 0
         self._births: Births | None = None
         self._noted_at = self._anew_at = self._mapped_bytes = self._traced_at = 0
-        self._in_use = InUse(None, 0)
+        self._in_use: int | None = None
+        self._step_seconds, self._began = 0.0, time.perf_counter()
         self._python: PythonGrowth | None = None
         self._watching: tuple[int, ...] | None = None
         self._bytes_per_step = 0.0
@@ -76,6 +80,7 @@ class GrowthWatch:
             device: that the model is on.
         """
         self._num_steps += 1
+        self._step_seconds, self._began = time.perf_counter() - self._began, time.perf_counter()
         self._files.begin_step()
         self._disks.begin_step()
         if device.type == "cuda":
@@ -97,7 +102,7 @@ class GrowthWatch:
             return
         if self._python is not None:
             if self._num_steps == self._traced_at + TRACED_STEPS:
-                self._say_of_others(now_bytes)
+                self._say_of_others(now_bytes, self._lines())
             return
         rise = self._rise_per_step(now_bytes)
         if rise is None:
@@ -105,7 +110,7 @@ class GrowthWatch:
         self._bytes_per_step = rise
         if self._is_outside_tensors:
             if not self._trace(now_bytes):
-                self._say_of_others(now_bytes)
+                self._say_of_others(now_bytes, [])
         elif Births.watching() != self._watching or any(map(is_compiled, self._model().modules())):
             self._say(now_bytes, "which lines do that is not known, as the model is compiled or its steps watched")
         else:
@@ -131,7 +136,8 @@ class GrowthWatch:
     def _rise_per_step(self, now_bytes: int) -> float | None:
         """Returns how much more is held with each step; None where that is no growth, or not known to be yet."""
         room_bytes = self._room_bytes(now_bytes) if self._is_outside_tensors else 0
-        in_use = self._heap.per_step(room_bytes) if self._is_on_host else None
+        # What is asked for and not written into takes no memory: the process has to hold more as well.
+        in_use = self._heap.per_step(room_bytes) if self._is_on_host and self._rise.may_rise else None
         if in_use is not None:
             return in_use
         rise = self._rise.per_step(room_bytes)
@@ -141,10 +147,7 @@ class GrowthWatch:
 
     def _is_borne_out(self, rise: float) -> bool:
         """Tells whether a rise is of what is in use, and not of pieces that the heap has free."""
-        if not self._is_on_host or (self._heap.per_step() or 0.0) >= _LEAST_SHARE * rise:
-            return True
-        risen_bytes = InUse.now().most_bytes_of_python - self._in_use.most_bytes_of_python
-        return risen_bytes >= _LEAST_SHARE * rise * (self._num_steps - self._anew_at)
+        return not self._is_on_host or (self._heap.per_step() or 0.0) >= _LEAST_SHARE * rise
 
     def _ask(self, now_bytes: int) -> None:
         assert self._births is not None
@@ -152,11 +155,12 @@ class GrowthWatch:
         living = births.living()
         if sum(each.num_bytes for each in living) < _LEAST_SHARE * self._bytes_per_step:
             # What no step's tensors account for moves for more reasons: it has to rise for longer, and from here on,
-            # unless there is no time for that, and more is in use.
+            # unless there is no time for that, and more is in use: small objects of Python's lie beside the heap.
             self._is_outside_tensors = True
             is_soon = is_used_up_soon(self._room_bytes(now_bytes), self._bytes_per_step)
-            if is_soon and self._is_borne_out(self._bytes_per_step):
-                self._say_of_others(now_bytes)
+            kept = self._lines()
+            if is_soon and (kept or self._is_borne_out(self._bytes_per_step)):
+                self._say_of_others(now_bytes, kept)
             else:
                 self._begin_anew()
             return
@@ -169,21 +173,23 @@ class GrowthWatch:
             "outputs keeps what made them: keep loss.item() or output.detach()",
         )
 
-    def _say_of_others(self, now_bytes: int) -> None:
-        """Says that something else than tensors grows, unless it is pages of files: the system takes these back."""
+    def _say_of_others(self, now_bytes: int, kept: list[tuple[str, int]]) -> None:
+        """Says that something else than tensors grows, unless it is pages of files: the system takes these back.
+
+        Args:
+            kept: what lines have Python allocate and keep with each step, in bytes; none where it is not that.
+        """
         risen_bytes = self._bytes_per_step * (self._num_steps - self._anew_at)
         if mapped_bytes() - self._mapped_bytes >= _LEAST_SHARE * risen_bytes:
             self._begin_anew()
             return
-        kept = [] if self._python is None else self._python.lines(_LEAST_SHARE * self._bytes_per_step)
-        self._end_trace()
         if kept:
             lines = ", ".join(f"{line} ({format_bytes(num_bytes)})" for line, num_bytes in kept[:_MOST_LINES])
             cause = f"is held: it is what Python allocates in {lines}, which a list, a dictionary or a cache keeps"
         elif self._is_on_host and self._is_flat(risen_bytes):
             cause = (
                 "is held, and of the heap no more is in use: it is free pieces there, as batches of many lengths leave "
-                "them, shared memory, or a library's that has a heap of its own"
+                "them, small objects of Python's, shared memory, or a library's that has a heap of its own"
             )
         else:
             cause = (
@@ -194,18 +200,21 @@ class GrowthWatch:
 
     def _is_flat(self, risen_bytes: float) -> bool:
         """Tells whether it is known that little more is in use than when the process began to rise by so much."""
-        now, before = InUse.now(), self._in_use
-        of_python = now.most_bytes_of_python - before.most_bytes_of_python
-        if now.heap_bytes is None or before.heap_bytes is None:
-            return False
-        return now.heap_bytes - before.heap_bytes + of_python < _LEAST_SHARE * risen_bytes
+        now, before = heap_bytes(), self._in_use
+        return now is not None and before is not None and now - before < _LEAST_SHARE * risen_bytes
 
     def _trace(self, now_bytes: int) -> bool:
         """Has Python's allocations traced, if there is room for that; returns whether they are."""
         if self._room_bytes(now_bytes) < _TRACING_BYTES:
             return False
-        self._python, self._traced_at = PythonGrowth(), self._num_steps
+        self._python = PythonGrowth(_TRACING_SECONDS + _TRACING_TIMES * TRACED_STEPS * self._step_seconds)
+        self._traced_at = self._num_steps
         return True
+
+    def _lines(self) -> list[tuple[str, int]]:
+        kept = [] if self._python is None else self._python.lines(_LEAST_SHARE * self._bytes_per_step)
+        self._end_trace()
+        return kept
 
     def _end_trace(self) -> None:
         if self._python is not None:
@@ -219,7 +228,7 @@ class GrowthWatch:
         self._note_pages()
 
     def _note_pages(self) -> None:
-        self._anew_at, self._mapped_bytes, self._in_use = self._num_steps, mapped_bytes(), InUse.now()
+        self._anew_at, self._mapped_bytes, self._in_use = self._num_steps, mapped_bytes(), heap_bytes()
 
     def _room_bytes(self, now_bytes: int) -> float:
         """Returns what may still be held beside what is; without end where there is no budget."""

@@ -6,14 +6,13 @@ few ms where the heap is in many pieces: it is asked step by step while the proc
 """
 
 import ctypes
-import sys
 import time
 from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from memwall.session.watch.even_rise import EvenRise
 
-__all__ = ["HeapRise", "InUse"]
+__all__ = ["HeapRise", "heap_bytes"]
 
 _NUM_FIRST = 16
 """Steps of a run in which it is asked in any case: what grows from the beginning is to be found by then."""
@@ -21,8 +20,6 @@ _NUM_IN_A_ROW = 24
 """Steps in which it is asked one after the other once that has begun: enough to find a rise, and to ask again."""
 _MOST_SHARE = 0.001
 """Part of the run's time that may have been spent on it for such a row to begin; three times that for it to go on."""
-_BLOCK_BYTES = 512
-"""The most that one of Python's blocks takes (obmalloc.c, SMALL_REQUEST_THRESHOLD); more is the C library's."""
 _SIZES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
 
@@ -48,19 +45,6 @@ def heap_bytes() -> int | None:
         return None
     sizes = mallinfo()
     return int(sizes.uordblks + sizes.hblkhd)
-
-
-class InUse(NamedTuple):
-    """Says what a process has in use at one moment."""
-
-    heap_bytes: int | None
-    """Counts the C library's heap; None where that does not tell."""
-    most_bytes_of_python: int
-    """Counts Python's own blocks, of objects up to 512 bytes each, as if all were of that size."""
-
-    @classmethod
-    def now(cls) -> Self:
-        return cls(heap_bytes(), _BLOCK_BYTES * sys.getallocatedblocks())
 
 
 class HeapRise:

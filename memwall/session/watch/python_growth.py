@@ -1,10 +1,12 @@
 """Names the lines that keep what Python allocates for them: objects, strings of bytes, arrays of numpy's.
 
-Python traces its allocations meanwhile, which slows a step down by some percent: only a few steps are, of a run whose
-memory grows and whose tensors do not account for it. What a library takes past Python has no lines.
+Python traces its allocations meanwhile, which slows a step down by some percent, and imports by ten times: only a few
+steps are traced, of a run whose memory grows and whose tensors do not account for it, and that for a limited time. What
+a library takes past Python has no lines.
 """
 
 import os
+import threading
 import tracemalloc
 import weakref
 from functools import cache
@@ -18,22 +20,29 @@ TRACED_STEPS = 3
 """Steps that are traced; what lives at the end of the first is compared with what lives at the end of the last."""
 _PART = 0.2
 """Part of the least that all lines must account for, below which one of them is not worth telling."""
-_NUM_FRAMES = 16
+_NUM_FRAMES = 8
 """Frames of each allocation, among which a line of the user's is looked for."""
 
 _tracing: "weakref.WeakSet[PythonGrowth]" = weakref.WeakSet()
 
 
 class PythonGrowth:
-    """Traces from construction until `stop`; nothing where the script does so itself."""
+    """Traces from construction until `stop`; nothing where the script does so itself.
 
-    def __init__(self) -> None:
+    Args:
+        limit_seconds: time after which it ends by itself, and there are no lines.
+    """
+
+    def __init__(self, limit_seconds: float) -> None:
         self._is_tracing = not tracemalloc.is_tracing()
         self._first: dict[str, int] | None = None
+        self._limit = threading.Timer(limit_seconds, self.stop)
+        self._limit.daemon = True
         if self._is_tracing:
             _stop_in_children()
             _tracing.add(self)
             tracemalloc.start(_NUM_FRAMES)
+            self._limit.start()
 
     def begin_step(self) -> None:
         """Looks at what the first step has left; to be called when a step begins."""
@@ -60,12 +69,20 @@ class PythonGrowth:
         if self._is_tracing:
             self._is_tracing = False
             tracemalloc.stop()
+            self._limit.cancel()
 
 
 def _held() -> dict[str, int]:
-    """Returns the bytes of all that was allocated since the trace began and is still there, by line of the user's."""
+    """Returns the bytes of all that was allocated since the trace began and is still there, by line of the user's.
+
+    It is empty where the trace has ended.
+    """
     held: dict[str, int] = {}
-    for place in tracemalloc.take_snapshot().statistics("traceback"):
+    try:
+        snapshot = tracemalloc.take_snapshot()
+    except RuntimeError:
+        return held
+    for place in snapshot.statistics("traceback"):
         line = user_line((frame.filename, frame.lineno) for frame in reversed(place.traceback))
         if line:
             held[line] = held.get(line, 0) + place.size

@@ -1,12 +1,16 @@
 """What a process has in use tells growth from a heap that warms up, and finds what goes into its free pieces."""
 
 import logging
+import random
+import re
 
+import numpy as np
 import pytest
 import torch
 from growing_runs import watched
 from torch import nn
 
+from memwall.machine.meter import process_bytes
 from memwall.session.watch.growth import GrowthWatch
 from memwall.session.watch.heap_rise import HeapRise, heap_bytes
 
@@ -41,19 +45,28 @@ def test_what_goes_into_free_pieces_of_the_heap_is_found_within_20_steps(caplog:
     assert "it is Python objects, a library's memory" in message
 
 
-def test_python_blocks_that_grow_bear_a_rise_out(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """GIVEN small objects, which lie beside the C library's heap WHEN they grow THEN that is said within 20 steps."""
-    number = [0]
-    monkeypatch.setattr("memwall.session.watch.heap_rise.sys.getallocatedblocks", lambda: 40_000 * number[0])
+def test_memory_that_nobody_writes_into_is_no_growth(caplog: pytest.LogCaptureFixture) -> None:
+    """GIVEN buffers that a library asks for and does not touch WHEN the process holds no more THEN nothing is said."""
+    in_use = [100 * MIB + 4 * MIB * i for i in range(200)]
+    watched([400 * MIB + i % 3 * MIB for i in range(200)], budget_bytes=500 * MIB, in_use=in_use)
+    assert caplog.messages == []
 
-    def step(done: int) -> None:
-        number[0] = done + 1
 
-    held = [400 * MIB + 4 * MIB * i for i in range(20)]
-    watched(held, step=step, budget_bytes=1000 * MIB, in_use=[100 * MIB] * 20)
-    assert "it is Python objects" in caplog.messages[0]
+def test_a_leak_among_batches_of_many_lengths_is_named_within_20_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """GIVEN the heap of this process WHEN a loop keeps 3 MiB a step in it THEN its line is told, near a budget."""
+    draw, kept = random.Random(0), list[object]()
+    model = nn.Module()
+    budget_bytes = process_bytes() + 500 * MIB
+    watch = GrowthWatch(budget_bytes=lambda: budget_bytes, model=lambda: model, disk=lambda: None)
+    for _ in range(20):
+        watch.begin_step(process_bytes(), torch.device("cpu"))
+        torch.ones(draw.randrange(MIB // 8, MIB // 2)).exp()
+        kept.append(np.ones(3 * MIB // 8))
+        watch.end_step()
+    watch.close()
+    (message,) = caplog.messages
+    assert re.match(r"memory grows by (2\.9|3\.\d) MiB with each step", message)
+    assert re.search(r"what Python allocates in \S*test_heap_rise\.py:\d+ \(3\.0 MiB\)", message)
 
 
 @pytest.mark.parametrize(("look_seconds", "num_rows"), [(0.00005, 4), (0.003, 0)])

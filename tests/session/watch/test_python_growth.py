@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 import re
+import time
 import tracemalloc
 from collections import deque
 from collections.abc import Callable
@@ -45,6 +46,10 @@ def in_objects(num_bytes: int = STEP_BYTES) -> object:
     return [bytes(992) for _ in range(num_bytes // 1024)]
 
 
+def in_small() -> object:
+    return [bytes(448) for _ in range(STEP_BYTES // 500)]
+
+
 @pytest.mark.parametrize("made", [drawn, in_numpy, in_objects])
 @pytest.mark.parametrize(("budget_bytes", "num_steps"), [(SOON_BYTES, 20), (LATER_BYTES, 105)], ids=["soon", "later"])
 def test_the_line_that_keeps_what_is_no_tensor_is_named(
@@ -57,6 +62,14 @@ def test_the_line_that_keeps_what_is_no_tensor_is_named(
     line = made.__code__.co_firstlineno + 1
     assert re.search(rf"it is what Python allocates in \S*test_python_growth\.py:{line} \((1\.9|2\.0) MiB\)", message)
     assert message.endswith(", which a list, a dictionary or a cache keeps")
+
+
+def test_small_objects_which_lie_beside_the_heap_are_named_within_20_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """GIVEN objects too small for the C library's heap WHEN they grow, and that does not THEN their line is told."""
+    kept = []
+    held = [400 * MIB + STEP_BYTES * i for i in range(20)]
+    watched(held, step=lambda _: kept.append(in_small()), budget_bytes=SOON_BYTES, in_use=[100 * MIB] * 20)
+    assert re.search(rf"py:{in_small.__code__.co_firstlineno + 1} \(\d\.\d MiB\), which", caplog.messages[0])
 
 
 def test_what_each_step_frees_is_not_taken_for_what_grows(caplog: pytest.LogCaptureFixture) -> None:
@@ -109,6 +122,24 @@ def test_without_room_for_notes_it_is_said_as_soon_all_the_same(caplog: pytest.L
     run(20, step, budget_bytes=480 * MIB)
     assert "reaches the budget in about 22 of them; no tensor of step 16 of the plan is held: it is P" in caplog.text
     assert not any(traced)
+
+
+def test_a_step_that_takes_long_is_not_traced_to_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    """GIVEN a step that imports a lot while it is traced WHEN the time for that is over THEN it goes on untraced."""
+    kept, traced = [], list[bool]()
+
+    def step(number: int) -> None:
+        kept.append(drawn())
+        before = tracemalloc.is_tracing()
+        if number == 16:
+            deadline = time.monotonic() + 30
+            while tracemalloc.is_tracing() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        traced.append(before and not tracemalloc.is_tracing())
+
+    run(20, step)
+    assert [number for number, is_ended in enumerate(traced) if is_ended] == [16]
+    assert "it is Python objects" in caplog.messages[0]
 
 
 def test_a_process_that_is_forked_meanwhile_does_not_trace() -> None:
