@@ -116,6 +116,8 @@ def _settle(settings: dict[str, Any]) -> None:
         for name in [name for name in sys.modules if name == "triton" or name.startswith("triton.")]:
             if not name.startswith("triton._C"):
                 del sys.modules[name]
+        import torch  # noqa: F401 - which the device prepares as it is imported: numerics comes after that
+
         from phantom import numerics
 
         numerics.install()
