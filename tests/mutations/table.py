@@ -8,6 +8,34 @@ __all__ = ["MUTATIONS", "Mutation"]
 MUTATIONS = (
     *EXECUTION,
     Mutation(
+        "what gloo divides of a reduction is an input of the step, and forecasts begin with all gradients more",
+        "memwall/trace/event_log.py",
+        'if self.ops and "reduce_scatter" in self.ops[-1].name:',
+        "if False:",
+        ("tests/session/ranks/test_rank_runs.py",),
+    ),
+    Mutation(
+        "a unit that is freed after forward is foreseen without the gather that the unit before it begins in backward",
+        "memwall/predict/sharding/gathering.py",
+        "            if earlier is not None:\n",
+        "            if False:\n",
+        ("tests/session/ranks/test_reshard_planned.py",),
+    ),
+    Mutation(
+        "what a rank waited for before torchrun restarted it counts after that",
+        "memwall/session/ranks/receives.py",
+        "    word = uuid4().hex\n",
+        '    word = ""\n',
+        ("tests/session/ranks/test_receives.py",),
+    ),
+    Mutation(
+        "a rank that leaves a join in the midst of a step ends with gloo's own error",
+        "memwall/session/ranks/uneven_inputs.py",
+        "failure = None if met is None else met.left_in_vain()",
+        "failure = None",
+        ("tests/session/ranks/test_uneven_inputs.py",),
+    ),
+    Mutation(
         "the actions of a plan that is made again do not prove themselves",
         "memwall/session/plan_in_effect.py",
         "        applied.apply()\n",
