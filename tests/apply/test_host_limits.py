@@ -164,8 +164,8 @@ def test_a_plan_is_made_applied_and_recorded_for_with_the_same_host_memory(
     live.plan = a_plan(device="cuda")
     live.apply()
     assert [*told, made_with.tier_capacity_bytes] == 4 * [expected_bytes]
-    # What has left the device by then is torch's still, and would count as held.
-    assert done == ["applied", "cache given back"]
+    # State that comes back lies in segments of its own; what has left the device by then is torch's still.
+    assert done == ["cache given back", "applied", "cache given back"]
 
 
 def test_a_plan_on_a_cpu_has_the_disk_that_was_given(live: LivePlan) -> None:
