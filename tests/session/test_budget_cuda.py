@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import memwall
 from memwall.apply.blocks.counts import BlockCounts
@@ -29,8 +29,8 @@ def total_bytes() -> int:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
-def stepped(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, num_rows: int = NUM_ROWS) -> None:
-    model(torch.randn(num_rows, 256, device="cuda")).square().mean().backward()
+def stepped(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(NUM_ROWS, 256, device="cuda")).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -86,13 +86,22 @@ def test_the_cache_makes_room_before_the_budget_is_passed(
 
 
 def test_the_first_step_under_a_plan_gets_what_it_needs(training: tuple[nn.Module, torch.optim.Optimizer]) -> None:
-    """GIVEN a step that needs twice of what its plan foresaw THEN it runs, and the next plan knows of it."""
+    """GIVEN a step that needs twice of what its plan foresaw, by what no batch's shape tells of
+    THEN it runs, and the next plan knows of it.
+    """
     model, optimizer = training
+    held: list[Tensor] = []
+
+    def hold_more(*_: object) -> None:
+        if session.state == "running":
+            held.append(torch.empty(256 * MIB, dtype=torch.uint8, device="cuda"))
+
+    model.register_forward_pre_hook(hold_more)
     budget_bytes = CudaMeter(torch.device("cuda", 0)).now_bytes() + 256 * MIB
     with memwall.fit(model, optimizer, budget=budget_bytes) as session:
-        stepped(session, model, optimizer)
-        for _ in range(3):
-            stepped(session, model, optimizer, num_rows=3 * NUM_ROWS)
+        for _ in range(4):
+            stepped(session, model, optimizer)
+            held.clear()
     assert session.measured.num_steps == 4
     assert session.measured.peak_bytes > 0
     assert session.measured.num_replans > 0 or session.measured.overall_peak_bytes > budget_bytes
