@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -132,24 +131,6 @@ def user_frame() -> FrameType | None:
     while frame is not None and _owner_of(frame.f_code.co_filename) != _OF_USER:
         frame = frame.f_back
     return frame
-
-
-def user_line(places: Iterable[tuple[str, int]]) -> str:
-    """Returns the innermost line of the user's, or else of a library's, as text; "" for none, and for memwall's own.
-
-    Args:
-        places: files and numbers of lines, the innermost first.
-    """
-    library = ""
-    for path, number in places:
-        if path.startswith(str(_PACKAGE)) and _owner_of(path) != _OF_USER:
-            break
-        if _owner_of(path) == _OF_USER:
-            shown = f"{_shown(path)}:{number}"
-            if _INSTALLED.match(path) is None:
-                return shown
-            library = library or shown
-    return library
 
 
 def _newest_node() -> int:

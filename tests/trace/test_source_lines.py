@@ -1,7 +1,6 @@
 """Bytes are named by the user's line that made them, in forward and backward; where it is not known, none is named."""
 
 import inspect
-import os
 import runpy
 from collections import Counter
 from collections.abc import Callable
@@ -14,11 +13,9 @@ from fake_steps import record_fake
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import memwall
 from memwall.predict.curve import peak_of
 from memwall.trace.file import save_trace
 from memwall.trace.records import Step, Trace
-from memwall.trace.source_lines import user_line
 from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
@@ -231,17 +228,3 @@ def test_a_library_model_is_named_below_its_package() -> None:
     models = [line for line in trace.lines if line.startswith("transformers/models/gpt2/modeling_gpt2.py:")]
     assert models
     assert all(not line.startswith(("torch/", "/")) or Path(__file__).name in line for line in trace.lines)
-
-
-@pytest.mark.parametrize(
-    ("files", "line"),
-    [
-        (("/at/site-packages/numpy/core.py", "/work/train.py", "/work/main.py"), "/work/train.py:2"),
-        ((torch.__file__, "/at/site-packages/numpy/core.py", "/at/site-packages/other/data.py"), "numpy/core.py:2"),
-        ((os.__file__, memwall.__file__, "/work/train.py"), ""),
-        ((os.__file__, "<string>"), ""),
-    ],
-)
-def test_the_line_of_places_is_the_scripts_or_else_a_librarys(files: tuple[str, ...], line: str) -> None:
-    """GIVEN where something was allocated THEN its line is the user's own, and what memwall does itself has none."""
-    assert user_line((path, number) for number, path in enumerate(files, 1)) == line

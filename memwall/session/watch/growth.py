@@ -1,16 +1,13 @@
 """Notices that a run needs more memory with each step, and names the lines whose tensors nothing frees.
 
-What the process holds between steps is looked at when a step begins, and what is in use of that (`heap_rise`). Once
-one of both rises evenly one step's tensors are noted, and asked for three steps later: those that still live are what
-grows. Where none does, three steps of what Python allocates are traced before that is said, for its lines. What else
-may run out is looked at beside it.
+What the process holds between steps is looked at when a step begins. Once it rises evenly one step's tensors are noted,
+and asked for three steps later: those that still live are what grows. What else may run out is looked at beside it.
 """
 
 import logging
 import math
 import os
 import tempfile
-import time
 from collections.abc import Callable
 
 import torch
@@ -21,9 +18,7 @@ from memwall.session.watch.births import Births, Living
 from memwall.session.watch.device_memory import DeviceMemoryWatch
 from memwall.session.watch.disk_space import DiskSpaceWatch
 from memwall.session.watch.even_rise import EvenRise, is_used_up_soon
-from memwall.session.watch.heap_rise import HeapRise, heap_bytes
 from memwall.session.watch.open_files import OpenFilesWatch
-from memwall.session.watch.python_growth import TRACED_STEPS, PythonGrowth
 from memwall.torch_internals.compiler import is_compiled
 from memwall.units import format_bytes
 
@@ -36,10 +31,6 @@ _STEPS_LATER = 3
 _LEAST_SHARE = 0.5
 """Part of the growth that the tensors found must account for, to be named as its cause."""
 _MOST_LINES = 3
-_TRACING_BYTES = 64 << 20
-"""Room that is left for notes of Python's allocations: with less of it no lines are told."""
-_TRACING_SECONDS, _TRACING_TIMES = 1.0, 3
-"""Time for these notes, beside so many times what the steps take without: an import takes ten times as long then."""
 
 
 class GrowthWatch:
@@ -55,17 +46,13 @@ class GrowthWatch:
         self, *, budget_bytes: Callable[[], int], model: Callable[[], nn.Module], disk: Callable[[], str | None]
     ) -> None:
         self._budget_bytes, self._model = budget_bytes, model
-        self._rise, self._heap = EvenRise(_LEAST_BYTES), HeapRise(_LEAST_BYTES)
-        self._is_on_host = True
+        self._rise = EvenRise(_LEAST_BYTES)
         self._files = OpenFilesWatch()
         self._disks = DiskSpaceWatch(lambda: (disk() or tempfile.gettempdir(), os.curdir))
         self._device: DeviceMemoryWatch | None = None
         self._num_steps = 0
         self._births: Births | None = None
-        self._noted_at = self._anew_at = self._mapped_bytes = self._traced_at = 0
-        self._in_use: int | None = None
-        self._step_seconds, self._began = 0.0, time.perf_counter()
-        self._python: PythonGrowth | None = None
+        self._noted_at = self._anew_at = self._mapped_bytes = 0
         self._watching: tuple[int, ...] | None = None
         self._bytes_per_step = 0.0
         self._is_said = False
@@ -80,44 +67,31 @@ class GrowthWatch:
             device: that the model is on.
         """
         self._num_steps += 1
-        self._step_seconds, self._began = time.perf_counter() - self._began, time.perf_counter()
         self._files.begin_step()
         self._disks.begin_step()
         if device.type == "cuda":
             self._device = self._device or DeviceMemoryWatch(device, self._budget_bytes)
             self._device.begin_step()
-        if self._births is not None:
-            self._births.stop()
+        self.close()
         if self._is_said:
             return
         self._rise.add(float(now_bytes))
-        self._is_on_host = device.type == "cpu"
-        if self._is_on_host:
-            self._heap.begin_step(is_rising=self._rise.may_rise)
-        if self._python is not None:
-            self._python.begin_step()
         if self._births is not None:
             if self._num_steps == self._noted_at + _STEPS_LATER:
                 self._ask(now_bytes)
             return
-        if self._python is not None:
-            if self._num_steps == self._traced_at + TRACED_STEPS:
-                self._say_of_others(now_bytes, self._lines())
-            return
-        rise = self._rise_per_step(now_bytes)
+        room_bytes = self._room_bytes(now_bytes) if self._is_outside_tensors else 0
+        rise = self._rise.per_step(room_bytes)
         if rise is None:
             return
         self._bytes_per_step = rise
         if self._is_outside_tensors:
-            if not self._trace(now_bytes):
-                self._say_of_others(now_bytes, [])
+            self._say_of_others(now_bytes)
         elif Births.watching() != self._watching or any(map(is_compiled, self._model().modules())):
             self._say(now_bytes, "which lines do that is not known, as the model is compiled or its steps watched")
         else:
             self._births, self._noted_at = Births(self._model()), self._num_steps
             self._note_pages()
-            if is_used_up_soon(self._room_bytes(now_bytes), rise):
-                self._trace(now_bytes)
 
     def end_step(self) -> None:
         """Looks at who watches operations between steps, too, where notes may begin; to be called when a step ends.
@@ -128,26 +102,9 @@ class GrowthWatch:
         self._watching = Births.watching() if self._rise.may_rise else None
 
     def close(self) -> None:
-        """Ends what is noted of steps."""
+        """Ends what is noted of a step."""
         if self._births is not None:
             self._births.stop()
-        self._end_trace()
-
-    def _rise_per_step(self, now_bytes: int) -> float | None:
-        """Returns how much more is held with each step; None where that is no growth, or not known to be yet."""
-        room_bytes = self._room_bytes(now_bytes) if self._is_outside_tensors else 0
-        # What is asked for and not written into takes no memory: the process has to hold more as well.
-        in_use = self._heap.per_step(room_bytes) if self._is_on_host and self._rise.may_rise else None
-        if in_use is not None:
-            return in_use
-        rise = self._rise.per_step(room_bytes)
-        if rise is None or not self._is_outside_tensors or self._is_borne_out(rise):
-            return rise
-        return self._rise.per_step(math.inf)  # for longer
-
-    def _is_borne_out(self, rise: float) -> bool:
-        """Tells whether a rise is of what is in use, and not of pieces that the heap has free."""
-        return not self._is_on_host or (self._heap.per_step() or 0.0) >= _LEAST_SHARE * rise
 
     def _ask(self, now_bytes: int) -> None:
         assert self._births is not None
@@ -155,16 +112,13 @@ class GrowthWatch:
         living = births.living()
         if sum(each.num_bytes for each in living) < _LEAST_SHARE * self._bytes_per_step:
             # What no step's tensors account for moves for more reasons: it has to rise for longer, and from here on,
-            # unless there is no time for that, and more is in use: small objects of Python's lie beside the heap.
+            # unless there is no time for that.
             self._is_outside_tensors = True
-            is_soon = is_used_up_soon(self._room_bytes(now_bytes), self._bytes_per_step)
-            kept = self._lines()
-            if is_soon and (kept or self._is_borne_out(self._bytes_per_step)):
-                self._say_of_others(now_bytes, kept)
+            if is_used_up_soon(self._room_bytes(now_bytes), self._bytes_per_step):
+                self._say_of_others(now_bytes)
             else:
                 self._begin_anew()
             return
-        self._end_trace()
         more = f" and {len(living) - _MOST_LINES} lines more" if len(living) > _MOST_LINES else ""
         self._say(
             now_bytes,
@@ -173,62 +127,24 @@ class GrowthWatch:
             "outputs keeps what made them: keep loss.item() or output.detach()",
         )
 
-    def _say_of_others(self, now_bytes: int, kept: list[tuple[str, int]]) -> None:
-        """Says that something else than tensors grows, unless it is pages of files: the system takes these back.
-
-        Args:
-            kept: what lines have Python allocate and keep with each step, in bytes; none where it is not that.
-        """
+    def _say_of_others(self, now_bytes: int) -> None:
+        """Says that something else than tensors grows, unless it is pages of files: the system takes these back."""
         risen_bytes = self._bytes_per_step * (self._num_steps - self._anew_at)
         if mapped_bytes() - self._mapped_bytes >= _LEAST_SHARE * risen_bytes:
             self._begin_anew()
             return
-        if kept:
-            lines = ", ".join(f"{line} ({format_bytes(num_bytes)})" for line, num_bytes in kept[:_MOST_LINES])
-            cause = f"is held: it is what Python allocates in {lines}, which a list, a dictionary or a cache keeps"
-        elif self._is_on_host and self._is_flat(risen_bytes):
-            cause = (
-                "is held, and of the heap no more is in use: it is free pieces there, as batches of many lengths leave "
-                "them, small objects of Python's, shared memory, or a library's that has a heap of its own"
-            )
-        else:
-            cause = (
-                "is held: it is Python objects, a library's memory, a cache that fills, or tensors that are kept at "
-                "some steps only, as those that are logged"
-            )
-        self._say(now_bytes, f"no tensor of step {self._noted_at} of the plan {cause}")
-
-    def _is_flat(self, risen_bytes: float) -> bool:
-        """Tells whether it is known that little more is in use than when the process began to rise by so much."""
-        now, before = heap_bytes(), self._in_use
-        return now is not None and before is not None and now - before < _LEAST_SHARE * risen_bytes
-
-    def _trace(self, now_bytes: int) -> bool:
-        """Has Python's allocations traced, if there is room for that; returns whether they are."""
-        if self._room_bytes(now_bytes) < _TRACING_BYTES:
-            return False
-        self._python = PythonGrowth(_TRACING_SECONDS + _TRACING_TIMES * TRACED_STEPS * self._step_seconds)
-        self._traced_at = self._num_steps
-        return True
-
-    def _lines(self) -> list[tuple[str, int]]:
-        kept = [] if self._python is None else self._python.lines(_LEAST_SHARE * self._bytes_per_step)
-        self._end_trace()
-        return kept
-
-    def _end_trace(self) -> None:
-        if self._python is not None:
-            self._python.stop()
-            self._python = None
+        self._say(
+            now_bytes,
+            f"no tensor of step {self._noted_at} of the plan is held: it is Python objects, a library's memory, a "
+            "cache that fills, or tensors that are kept at some steps only, as those that are logged",
+        )
 
     def _begin_anew(self) -> None:
-        self._end_trace()
         self._rise.forget()
-        self._heap.forget()
         self._note_pages()
 
     def _note_pages(self) -> None:
-        self._anew_at, self._mapped_bytes, self._in_use = self._num_steps, mapped_bytes(), heap_bytes()
+        self._anew_at, self._mapped_bytes = self._num_steps, mapped_bytes()
 
     def _room_bytes(self, now_bytes: int) -> float:
         """Returns what may still be held beside what is; without end where there is no budget."""
