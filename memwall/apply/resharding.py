@@ -7,16 +7,13 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import msgspec
 from torch import nn
 
 from memwall.errors import ApplyError
 from memwall.patches import undo_all
 from memwall.planning.planfile import Plan
 from memwall.predict.sharding.fsdp2 import Fsdp2
-from memwall.predict.sharding.gathering import Gathering
-from memwall.torch_internals.sharding import gathers_ahead, is_sharding_unit, resharding_of, set_resharding
-from memwall.trace.records import Trace
+from memwall.torch_internals.sharding import is_sharding_unit, resharding_of, set_resharding
 
 _log = logging.getLogger(__name__)
 
@@ -48,54 +45,6 @@ def with_resharding(model: nn.Module, frees: Mapping[str, bool]) -> Callable[[],
     return partial(undo_all, undos)
 
 
-class FreedUnits:
-    """Has units free after forward what they gather while a step is recorded, that the script keeps gathered."""
-
-    def __init__(self) -> None:
-        self._undo: Callable[[], None] = _nothing
-        self._paths: tuple[str, ...] = ()
-
-    def begin(self, model: nn.Module) -> None:
-        """Frees those that are within another one, if the script leaves it to torch which are gathered ahead."""
-        self.end()
-        units = {path: module for path, module in model.named_modules() if is_sharding_unit(module)}
-        if any(map(gathers_ahead, units.values())):
-            return
-        inner = [
-            path for path in units if any(path.startswith(outer and f"{outer}.") for outer in units if outer != path)
-        ]
-        self._paths = tuple(path for path in inner if not any(resharding_of(units[path])))
-        self._undo = with_resharding(model, dict.fromkeys(self._paths, True))
-
-    def as_scripted(self, model: nn.Module, trace: Trace) -> Trace:
-        """Returns the recorded step as it would be with these units kept gathered, as they are again from now on.
-
-        Those of which that cannot be said, as they are called twice before a backward, are freed until `end`.
-        """
-        paths, self._paths = self._paths, ()
-        if not paths:
-            return trace
-        self.end()
-        known = {unit.path for step in trace.steps for unit in Gathering(trace, step).freed}
-        left = [path for path in paths if path not in known]
-        if left:
-            _log.info(
-                "%d units stay freed after forward, %s first: how they are gathered is not known", len(left), left[0]
-            )
-            self._undo = with_resharding(model, dict.fromkeys(left, True))
-        steps = tuple(Gathering(trace, step).with_kept(paths) for step in trace.steps)
-        return msgspec.structs.replace(trace, steps=steps)
-
-    def end(self) -> None:
-        """Leaves units as the script has them. Safe to call twice."""
-        undo, self._undo = self._undo, _nothing
-        undo()
-
-
-def _nothing() -> None:
-    pass
-
-
 def with_resharding_of_ranks(model: nn.Module, plan: Plan) -> Callable[[], None]:
     """Sets it for the units of a plan for ranks that are units of the model; the root stays as the script has it.
 
@@ -104,7 +53,7 @@ def with_resharding_of_ranks(model: nn.Module, plan: Plan) -> Callable[[], None]
     """
     ranks = plan.forecast.ranks
     if ranks is None or not isinstance(ranks.chosen, Fsdp2) or not is_sharding_unit(model):
-        return _nothing
+        return lambda: None
     chosen, modules = ranks.chosen, dict(model.named_modules())
     absent = {path for path in ranks.units if path not in modules or not is_sharding_unit(modules[path])}
     if absent:

@@ -162,7 +162,6 @@ class LivePlan:
             allocator=here.allocator,
             keeper=here.keeper,
             parameters=here.parameters,
-            freed_units=here.freed_units,
             device_budget=here.device_budget,
             disk_capacity_bytes=here.disk_capacity_bytes,
             host_limit_bytes=here.host_limit_bytes,

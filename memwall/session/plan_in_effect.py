@@ -14,7 +14,7 @@ from memwall.apply.memory.cuda_setting import restore_variables
 from memwall.apply.memory.ddp_buckets import when_rebuilt
 from memwall.apply.microbatch import MicroBatches
 from memwall.apply.optimizer_state.state_keeper import StateKeeper
-from memwall.apply.resharding import FreedUnits, with_resharding_of_ranks
+from memwall.apply.resharding import with_resharding_of_ranks
 from memwall.apply.streaming.open_streaming import is_streamed
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import handler_of
@@ -59,7 +59,6 @@ class PlanInEffect:
         allocator: the heap that tensors on a CPU get.
         parameters: which parameters are on disk.
         keeper: where the optimizer's state is.
-        freed_units: units of FSDP2 that are freed after forward while a step is recorded.
         micro: divides batches, where the loop hands them over.
         device_budget: holds torch's allocator to the budget on CUDA.
         applied: the plan's actions; None while there is no plan.
@@ -85,7 +84,6 @@ class PlanInEffect:
         measured.shown_bytes = lambda: self.parameters.shown_bytes
         self.keeper = StateKeeper(disk, disk_capacity_bytes, self.parameters.around_step)
         self.micro = MicroBatches()
-        self.freed_units = FreedUnits()
         self._undo_resharding: Callable[[], None] = lambda: None
         self.is_cooperative = False
         """Whether the loop takes its micro-batches from the session."""
@@ -310,7 +308,7 @@ class PlanInEffect:
 
     def end(self) -> None:
         """Leaves the process as it was before, too."""
-        ends = (self.freed_units.end, self.allocator.undo, restore_variables, self.parameters.end_building)
+        ends = (self.allocator.undo, restore_variables, self.parameters.end_building)
         undo_all((*ends, self.device_budget.lift))
 
     def _buckets_rebuilt(self) -> None:

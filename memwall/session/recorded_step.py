@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.parking import Parked
 from memwall.apply.optimizer_state.state_keeper import StateKeeper, stepping_bytes
-from memwall.apply.resharding import FreedUnits
 from memwall.apply.streaming.open_streaming import is_streamed
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import allowed
@@ -77,7 +76,6 @@ class RecordedStep:
         allocator: AllocatorHandler,
         keeper: StateKeeper,
         parameters: ParameterKeeper,
-        freed_units: FreedUnits,
         device_budget: DeviceBudget,
         disk_capacity_bytes: int | None = None,
         host_limit_bytes: int | None = None,
@@ -87,7 +85,6 @@ class RecordedStep:
         self._called, self._begins_step, self._host_limit_bytes = called, begins_step, host_limit_bytes
         self._model, self._settings, self._allocator = model, settings, allocator
         self._keeper, self._parameters, self._device_budget = keeper, parameters, device_budget
-        self._freed_units = freed_units
         self._began_streamed = parameters.away_bytes > 0
         self._peak_before_optimizer_bytes = 0
         self._allocated_before_optimizer_bytes: int | None = None
@@ -114,8 +111,6 @@ class RecordedStep:
             device_budget.hold(meter_of(model), settings.budget_bytes)  # which may have given way to what was measured
             for _, handler in allowed(settings.allow):
                 self._machine = handler.measured(self._machine)
-            if settings.budget_bytes and num_processes() > 1:
-                freed_units.begin(model)
             self._start(optimizers)
         except BaseException:
             self.stop()
@@ -252,7 +247,6 @@ class RecordedStep:
                 # Where they had to come back before the optimizer ran, that was measured.
                 ran_bytes = 0 if is_streamed else step.process_peak_bytes
                 in_memory_bytes = max(in_memory_bytes, on_device_bytes, ran_bytes)
-        trace = self._freed_units.as_scripted(self._model, trace)
         with self._keeper.shown():
             planned_for = self._left_out.whole(
                 trace, builder.table, optimizers, draws_in_python=builder.draws_in_python

@@ -190,6 +190,11 @@ class EventLog:
         if index >= 0 and num_bytes:
             self.storages[index].unit = unit
 
+    def forget_units(self) -> None:
+        """Says of no storage any more which module has gathered it."""
+        for storage in self.storages:
+            storage.unit = -1
+
     def stands_for(self, tensor: Tensor, original: Tensor) -> None:
         """Says that this tensor holds the bytes of a known one, which has none any more."""
         index = self._find(original)

@@ -18,17 +18,18 @@ class Gathered:
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._waiting = [module for root in roots for module in root.modules() if is_sharding_unit(module)]
         self._units = tuple(self._waiting)
-        self._known: dict[int, tuple[nn.Module | None, Tensor]] = {}
+        self._known: dict[int, tuple[nn.Module, Tensor]] = {}
 
     @property
-    def tensors(self) -> list[tuple[nn.Module | None, Tensor]]:
-        """Returns one tensor for each storage, which may be empty now, with the unit that gathers it.
-
-        None is in its place where units do otherwise than that each gathers the next one: where they are not within
-        one, or the script says which are gathered ahead.
-        """
+    def tensors(self) -> list[tuple[nn.Module, Tensor]]:
+        """Returns one tensor for each storage, which may be empty now, with the unit that gathers it."""
         self._look()
         return list(self._known.values())
+
+    @property
+    def gather_the_next(self) -> bool:
+        """Returns whether units gather the next one in backward, and the script has said nothing else."""
+        return not any(gathers_ahead(unit) for unit in self._units)
 
     def holds(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is a gathered parameter, or a view of one."""
@@ -41,13 +42,5 @@ class Gathered:
         for unit in list(self._waiting):
             found = gathered_parameters(unit)
             if found is not None:
-                whose = unit if self._gathers_the_next(unit) else None
-                self._known |= {identity_of(whole.untyped_storage()): (whose, whole) for whole in found}
+                self._known |= {identity_of(whole.untyped_storage()): (unit, whole) for whole in found}
                 self._waiting.remove(unit)
-
-    def _gathers_the_next(self, unit: nn.Module) -> bool:
-        if any(map(gathers_ahead, self._units)):
-            return False
-        inner = [{id(module) for module in other.modules()} for other in self._units if other is not unit]
-        has_inner = sum(map(is_sharding_unit, unit.modules())) > 1
-        return has_inner or any(id(unit) in each for each in inner)

@@ -175,6 +175,8 @@ class StepRecorder(StepMode):
             self.log.categorise(tensor, "optimizer_state")
         if not self.log.ops:
             raise TraceError("the recorded step ran no tensor operation; nothing can be planned from it")
+        if not self._gathered.gather_the_next:
+            self.log.forget_units()  # what else they would do is not known
         gradients, self._gradients = self._gradients, None
         self.gradient_use = None if gradients is None else gradients.settled()
         return self.log
@@ -320,7 +322,7 @@ class StepRecorder(StepMode):
         if self._device_timer is not None:
             log.begin_on(torch.cuda.current_stream(self._device).cuda_stream)
         for unit, gathered in self._gathered.tensors:
-            log.note_size(gathered, -1 if unit is None else self.table.index_of(unit))
+            log.note_size(gathered, self.table.index_of(unit))
         node = current_node()
         sequence = -1
         if node is not None:

@@ -40,7 +40,7 @@ class _Reshard(Technique[Reshard]):
         return tuple(_location(gathering, paths[:number]) for number in numbers)
 
     def step(self, trace: Trace, step: Step, action: Reshard) -> Step:
-        return Gathering(trace, step).with_freed(action.units)
+        return Gathering(trace, step).freed(action.units)
 
     def what(self, action: Reshard) -> str:
         return "free gathered parameters after forward"

@@ -1,4 +1,4 @@
-"""A recorded step of FSDP2 whose units free what they have gathered after forward, or keep it, unlike as recorded.
+"""A recorded step of FSDP2 whose units free after forward what they have gathered, where they kept it as recorded.
 
 Torch 2.13 (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, `pre_backward`, `_backward_prefetch`) gathers it
 again where a unit's backward begins, unless the unit before it in backward has begun that already. What a gather runs
@@ -20,23 +20,21 @@ _COLLECTIVES = ("c10d.", "_c10d_functional.")
 
 
 class GatheredUnit(NamedTuple):
-    """Describes one call of a unit: what it gathers, and when."""
+    """Describes a unit that stays gathered from its forward to its backward."""
 
     path: str
     call: ModuleCall
     whole: tuple[int, ...]
-    """Storages of its gathered parameters, in forward."""
-    again: tuple[int, ...]
-    """Those of the parameters that are gathered again for backward, in the same order; () where they stay."""
+    """Storages of its gathered parameters."""
     gather: tuple[int, ...]
-    """Operations of the last gather into a buffer, in the order in which they ran."""
+    """Operations that gather them into a buffer, in the order in which they ran."""
     copy: int
     """The operation that copies them out of it."""
     num_bytes: int
 
 
 class Gathering:
-    """Finds in a step which units stay gathered or do not, and what else they could do.
+    """Finds in a step which units stay gathered, and what else they could do.
 
     Args:
         trace: of which the step is.
@@ -54,22 +52,6 @@ class Gathering:
         if self._whole:
             own = (call for call in step.calls if call.module in self._whole and self._is_forward(call))
             self._order = sorted(own, key=lambda call: (call.end, -call.start))
-        self._before: dict[ModuleCall, ModuleCall] = {}
-        """Of the units of the same model, the call that ended last before one: gathered while that one computes."""
-        last: dict[int, ModuleCall] = {}
-        for call in self._order:
-            model = self._model_of(call.module)
-            if model in last:
-                self._before[call] = last[model]
-            last[model] = call
-        self._after = {before: call for call, before in self._before.items()}
-
-    def _model_of(self, module: int) -> int:
-        """Returns the model that a module is in, where several are trained together."""
-        modules = self._trace.modules
-        while modules[module].parent >= 0 and modules[modules[module].parent].class_name != "roots":
-            module = modules[module].parent
-        return module
 
     def _is_forward(self, call: ModuleCall) -> bool:
         """Tells whether a call is none of a recomputation within backward."""
@@ -82,21 +64,13 @@ class Gathering:
         Those are left out of which one call could not: where it gathers for several calls, or nothing else runs between
         its forward and its backward.
         """
-        return self._whose_calls({call: self._kept(call) for call in self._order})
-
-    @cached_property
-    def freed(self) -> tuple[GatheredUnit, ...]:
-        """Returns the units that could keep what they free after forward and gather again, one for each call."""
-        return self._whose_calls({call: self._freed(call) for call in self._order})
-
-    @staticmethod
-    def _whose_calls(found: dict[ModuleCall, GatheredUnit | None]) -> tuple[GatheredUnit, ...]:
+        found = {call: self._unit(number, call) for number, call in enumerate(self._order)}
         fixed = {call.module for call, unit in found.items() if unit is None}
         return tuple(unit for call, unit in found.items() if unit is not None and call.module not in fixed)
 
-    def _kept(self, call: ModuleCall) -> GatheredUnit | None:
+    def _unit(self, number: int, call: ModuleCall) -> GatheredUnit | None:
         step, others = self._step, [c for c in self._order if c.module == call.module and c is not call]
-        after = self._after.get(call)
+        after = self._order[number + 1] if number + 1 < len(self._order) else None
         if after is None or after.end > call.backward_start:
             return None
         whole = tuple(
@@ -106,42 +80,17 @@ class Gathering:
         )
         begin = min((step.storages[index].birth for index in whole), default=0)
         end = max((step.storages[index].death for index in whole), default=0)
-        if any(begin <= other.end and other.start < end for other in others):
+        writing = [k for k in range(begin, call.start) if not set(whole).isdisjoint(step.ops[k].writes)]
+        if not whole or not writing or any(begin <= other.end and other.start < end for other in others):
             return None
-        return self._described(call, whole, (), range(begin, call.start))
-
-    def _freed(self, call: ModuleCall) -> GatheredUnit | None:
-        storages, own = self._step.storages, self._whole[call.module]
-        others = [other for other in self._order if other.module == call.module]
-        if any(call.start < other.start < call.backward_end for other in others):
-            return None
-        before = max((other.end for other in others if other.end < call.end), default=0)
-        whole = [i for i in own if before <= storages[i].birth < call.end <= storages[i].death <= call.backward_start]
-        again = [i for i in own if call.backward_start <= storages[i].birth < call.backward_end]
-        whole.sort(key=lambda index: storages[index].nbytes)
-        again.sort(key=lambda index: storages[index].nbytes)
-        if [storages[index].nbytes for index in whole] != [storages[index].nbytes for index in again]:
-            return None
-        return self._described(call, tuple(whole), tuple(again), range(call.backward_start, call.backward_end))
-
-    def _described(
-        self, call: ModuleCall, whole: tuple[int, ...], again: tuple[int, ...], within: range
-    ) -> GatheredUnit | None:
-        """Returns what a call gathers; None where that is not understood.
-
-        Args:
-            within: operations one of which copies the parameters out of the buffer that they were gathered into.
-        """
-        step, names, last = self._step, self._trace.names, set(again or whole)
-        copy = next((k for k in within if not last.isdisjoint(step.ops[k].writes)), None)
-        if copy is None:
-            return None
-        buffers = {i for i in step.ops[copy].inputs if i not in last and 0 <= step.storages[i].birth < copy}
+        copy = writing[-1]
+        buffers = {i for i in step.ops[copy].inputs if i not in whole and 0 <= step.storages[i].birth < copy}
         touching = [
             k
             for k in range(min((step.storages[i].birth for i in buffers), default=copy), copy)
             if not buffers.isdisjoint((*step.ops[k].inputs, *step.ops[k].outputs))
         ]
+        names = self._trace.names
         meets = [k for k in touching if names[step.ops[k].name].startswith(_COLLECTIVES)]
         if not meets:
             return None
@@ -149,9 +98,10 @@ class Gathering:
         # What is cast before it is gathered is made before the buffer is.
         read = (step.storages[i] for k in gather for i in step.ops[k].inputs)
         gather |= {storage.birth for storage in read if storage.birth >= 0 and storage.category == "temporary"}
-        num_bytes = sum(step.storages[index].nbytes for index in whole)
         path = self._trace.modules[call.module].path
-        return GatheredUnit(path, call, whole, again, tuple(sorted(gather)), copy, num_bytes)
+        return GatheredUnit(
+            path, call, whole, tuple(sorted(gather)), copy, sum(step.storages[index].nbytes for index in whole)
+        )
 
     def seconds(self, unit: GatheredUnit) -> float:
         """Returns what gathering a unit once more takes; what one rank waits for another in one of them counts less."""
@@ -162,35 +112,18 @@ class Gathering:
         ops = self._step.ops
         return median(sum(ops[k].seconds for k in (*unit.gather, unit.copy)) / unit.num_bytes for unit in self.kept)
 
-    def with_kept(self, paths: Collection[str]) -> Step:
-        """Returns the step with these of the freed units kept until their backward ends."""
-        storages, ops = list(self._step.storages), list(self._step.ops)
-        for unit in self.freed:
-            if unit.path not in paths:
-                continue
-            for index, other in zip(unit.whole, unit.again, strict=True):
-                death = storages[other].death
-                storages[index] = msgspec.structs.replace(storages[index], dropped=death, death=death)
-            passing = (index for k in unit.gather for index in self._born.get(k, ()))
-            for index in (*unit.again, *passing):
-                storages[index] = msgspec.structs.replace(storages[index], nbytes=0)
-            for k in (*unit.gather, unit.copy):
-                ops[k] = msgspec.structs.replace(ops[k], seconds=0.0)
-        return msgspec.structs.replace(self._step, ops=tuple(ops), storages=tuple(storages))
-
-    def with_freed(self, paths: Collection[str]) -> Step:
+    def freed(self, paths: Collection[str]) -> Step:
         """Returns the step with these of the kept units freed after forward and gathered again."""
         units = {unit.call: unit for unit in self.kept if unit.path in paths}
         storages, lives = list(self._step.storages), list[Life]()
         inserted: dict[int, list[int]] = {}
         begun: dict[ModuleCall, list[Life]] = {}
         """Buffers of units whose gathers have begun, until they are copied out of."""
-        for call in reversed(self._order):
+        for number, call in reversed(list(enumerate(self._order))):
             at = call.backward_start
             if at < 0:
                 continue
-            before = self._before.get(call)
-            unit, earlier = units.get(call), None if before is None else units.get(before)
+            unit, earlier = units.get(call), units.get(self._order[number - 1]) if number else None
             ops = inserted.setdefault(at, [])
             if unit is not None:
                 buffers = begun.pop(call, None) or self._gathered_again(unit, at, ops, lives)
