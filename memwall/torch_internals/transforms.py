@@ -55,7 +55,8 @@ def without_needless_graphs(patches: Patches) -> None:
         return level
 
     def register(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        is_hooked.update(((threading.get_ident(), level.level()), True) for level in _levels() or ())
+        own = [(threading.get_ident(), level.level()) for level in _levels() or ()]
+        is_hooked.update(dict.fromkeys(own or is_hooked, True))  # a thread without any may have been given a tensor
         return original(*args, **kwargs)
 
     def run(

@@ -1,6 +1,7 @@
 """Gradients of torch.func are computed without a graph where nothing can differentiate them, to the same bits."""
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,12 @@ def test_a_gradient_of_what_requires_one_outside_keeps_its_graph(recorded: list[
     assert recorded == [True, True]
 
 
+def _in_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
 Register = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Any]
 HOOKS: dict[str, Register] = {
     "tensor": lambda _, h, hook: h.register_hook(hook),
@@ -75,6 +82,7 @@ HOOKS: dict[str, Register] = {
     "node": lambda _, h, hook: h.grad_fn.register_hook(lambda found, _: tuple(map(hook, found))),
     "node before": lambda _, h, hook: h.grad_fn.register_prehook(lambda given: tuple(map(hook, given))),
     "edge": lambda _, h, hook: get_gradient_edge(h).node.register_prehook(lambda given: tuple(map(hook, given))),
+    "another thread": lambda _, h, hook: _in_thread(lambda: h.register_hook(hook)),
     "within another gradient": lambda x, h, hook: grad(lambda y: h.register_hook(hook) and y.sum())(x.detach()),
 }
 
