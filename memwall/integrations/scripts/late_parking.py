@@ -81,7 +81,7 @@ class LateParking:
         # 10 MiB and 0.3 s, that few runs need
         from memwall.apply.memory.allocator import AllocatorHandler
         from memwall.apply.offload.parking import open_engine
-        from memwall.planning.menu import MIN_MOVED_BYTES, WINDOW_BYTES
+        from memwall.planning.menu import WINDOW_BYTES, recorded_min_bytes
 
         assert self._model is not None
         self._engine, close = open_engine(
@@ -89,7 +89,7 @@ class LateParking:
             disk=self._disk,
             capacity_bytes=self._capacity_bytes,
             window_bytes=WINDOW_BYTES,
-            min_bytes=MIN_MOVED_BYTES,
+            min_bytes=recorded_min_bytes("cpu"),
             holds_sources=False,
         )
         allocator = AllocatorHandler()
