@@ -276,11 +276,12 @@ class EventLog:
         """Notes that a collective has made what is read as its end is waited for: gloo divides a copy of its own."""
         for tensor in inputs:
             if self._find(tensor) == -1:
-                copy = self.storages[self._new_storage(tensor, "temporary", birth=len(self.ops) - 1)]
                 own = (self.storages[index] for index in collective.workspaces)
-                counted = next((each for each in own if each.nbytes >= copy.nbytes), None)
-                if counted is not None:
-                    counted.nbytes -= copy.nbytes
+                nbytes = tensor.untyped_storage().nbytes()
+                counted = next((each for each in own if each.nbytes >= nbytes), None)
+                if counted is not None:  # otherwise nothing that the collective has taken is as large
+                    counted.nbytes -= nbytes
+                    self._new_storage(tensor, "temporary", birth=len(self.ops) - 1)
 
     def born(self, index: int, results: list[Tensor]) -> None:
         """Notes some of an operation's results before the others."""
