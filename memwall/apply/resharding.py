@@ -1,4 +1,4 @@
-"""Has the units that `fully_shard` made of a model stay gathered after forward or not, as a plan says.
+"""Has the units that `fully_shard` made of a model keep or free after forward what they gathered, as a plan says.
 
 A unit that stays gathered saves its second gather; what it computes is the same to the bit either way.
 """
@@ -19,13 +19,15 @@ _log = logging.getLogger(__name__)
 
 
 def with_resharding(model: nn.Module, frees: Mapping[str, bool]) -> Callable[[], None]:
-    """Sets which units free after forward what they have gathered; between two steps, on all ranks or on none.
+    """Sets which units free after forward what they have gathered, all of them or none.
+
+    It is to be called between two steps, on all ranks.
 
     Args:
         frees: whether a unit does, by its path.
 
     Returns:
-        What leaves units as the script has set them.
+        A function that sets units back as the script has them.
 
     Raises:
         ApplyError: a module is no unit.
@@ -34,19 +36,23 @@ def with_resharding(model: nn.Module, frees: Mapping[str, bool]) -> Callable[[],
     absent = [path for path in frees if path not in modules or not is_sharding_unit(modules[path])]
     if absent:
         raise ApplyError(
-            f"the plan says what {len(frees)} units of FSDP2 do after forward, and {len(absent)} of these modules are "
-            f"none, {absent[0]} first; make a plan for the model as it is divided here"
+            f"the plan says what {len(frees)} units of FSDP2 do after forward, and {len(absent)} of them are no units "
+            f"here, '{absent[0]}' first; make a plan for the model as it is divided here"
         )
     undos: list[Callable[[], None]] = []
-    for path, is_freed in frees.items():
-        unit = modules[path]
-        undos.append(partial(set_resharding, unit, resharding_of(unit)))
-        unit.set_reshard_after_forward(is_freed, recurse=False)
+    try:
+        for path, is_freed in frees.items():
+            unit = modules[path]
+            undos.append(partial(set_resharding, unit, resharding_of(unit)))
+            unit.set_reshard_after_forward(is_freed, recurse=False)
+    except BaseException:
+        undo_all(undos)
+        raise
     return partial(undo_all, undos)
 
 
 def with_resharding_of_ranks(model: nn.Module, plan: Plan) -> Callable[[], None]:
-    """Sets it for the units of a plan for ranks that are units of the model; the root stays as the script has it.
+    """Sets what units free for those of a plan for ranks that the model has; the root stays as the script has it.
 
     Of a plan that has units stay in the node only those that are kept whole are set: torch has the groups of ranks
     for the others made where the model is divided.

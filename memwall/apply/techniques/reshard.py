@@ -8,13 +8,13 @@ from memwall.apply.effect import Effect
 from memwall.apply.resharding import with_resharding
 from memwall.apply.technique import Handler, Target, register
 from memwall.planning.techniques.reshard import Reshard
-from memwall.torch_internals.sharding import is_sharded
+from memwall.torch_internals.sharding import is_sharded, is_sharding_unit
 from memwall.trace.attached import attach_hook
 
 
 @register("reshard")
 class ReshardHandler(Handler[Reshard]):
-    """Sets it between two steps, and sets back what the script has set."""
+    """Has units free after forward what they have gathered, and sets them back as the script has them."""
 
     def apply(self, target: Target) -> None:
         target.on_undo(with_resharding(target.model, dict.fromkeys(self.action.units, True)))
@@ -25,7 +25,7 @@ class ReshardHandler(Handler[Reshard]):
 
 
 class ReshardEffect(Effect):
-    """Sees that the first of the units has but its part once its forward has ended."""
+    """Sees that the first of the units has but a rank's part of its own parameters once its forward has ended."""
 
     expected = "after forward its parameters are a rank's part again"
 
@@ -35,7 +35,10 @@ class ReshardEffect(Effect):
         self._hook = attach_hook(unit.register_forward_hook, self._look)
 
     def _look(self, unit: nn.Module, *_: Any) -> None:
-        self._seen.update(is_sharded(parameter) for parameter in unit.parameters())
+        within = [module for module in unit.modules() if module is not unit and is_sharding_unit(module)]
+        others = {id(parameter) for module in within for parameter in module.parameters()}
+        own = [parameter for parameter in unit.parameters() if id(parameter) not in others]
+        self._seen.add(all(map(is_sharded, own)))
 
     def is_seen(self) -> bool:
         return True in self._seen

@@ -34,7 +34,7 @@ class _Reshard(Technique[Reshard]):
         gathering = Gathering(inputs.trace, inputs.steady)
         kept = gathering.kept
         if not kept:
-            return "no unit of FSDP2 stays gathered from forward to backward"
+            return ()
         paths = tuple(dict.fromkeys(unit.path for unit in kept))
         numbers = dict.fromkeys(max(1, round(share * len(paths))) for share in _SHARES)
         return tuple(_location(gathering, paths[:number]) for number in numbers)
