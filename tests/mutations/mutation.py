@@ -1,4 +1,4 @@
-"""What a fault that the project has had is, as a change of one place that brings it back."""
+"""Describes a fault that the project has had, by a change of one place that brings it back."""
 
 from typing import NamedTuple
 
