@@ -8,6 +8,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 import memwall
+from memwall.apply.resharding import with_resharding
 from memwall.errors import ApplyError, NoEffectError
 from memwall.planning.techniques.reshard import Reshard
 from memwall.torch_internals.sharding import is_sharded
@@ -62,5 +63,18 @@ def test_units_that_stay_whole_all_the_same_are_told() -> None:
 def test_a_model_that_is_divided_otherwise_is_refused() -> None:
     model = Model()
     session, _ = planned(model)
-    with session, pytest.raises(ApplyError, match=r"1 of these modules are none, blocks\.0 first; make a plan"):
+    with session, pytest.raises(ApplyError, match=r"1 of them are no units here, 'blocks\.0' first; make a plan"):
         freed_by(model)
+
+
+def test_units_are_freed_all_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIVEN a unit that cannot be set WHEN a plan frees it after another one THEN that one is as the script has it."""
+    model = divided()
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("it cannot be set")
+
+    monkeypatch.setattr(model.blocks[1], "set_reshard_after_forward", fails)
+    with pytest.raises(RuntimeError, match="cannot be set"):
+        with_resharding(model, {"blocks.0": True, "blocks.1": True})
+    assert freed_by(model) == [False, False]
