@@ -36,9 +36,6 @@ from memwall.trace.records import Trace
 
 _log = logging.getLogger(__name__)
 
-_NUM_COPIES = 2
-"""Copies of the weights that there is room for between two steps: one in parts, and those joined into one."""
-
 
 class Revision(NamedTuple):
     """Holds a plan that is to take the present one's place, and what it was made from."""

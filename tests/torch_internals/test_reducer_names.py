@@ -1,4 +1,4 @@
-"""What is taken of the reducer of torch's distributed data parallel does what is said of it."""
+"""The names of the reducer of torch's distributed data parallel do what is said of them."""
 
 import pytest
 import torch
