@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import msgspec
 import zstandard
-from allocator_statistics import WatchedAllocator
+from allocator_statistics import WatchedAllocator, recorded_addresses
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.addresses import placed_addresses, recorded_addresses
+from memwall.predict.cuda_allocator.addresses import placed_addresses
 from memwall.predict.cuda_allocator.allocator_settings import parse_settings
 from memwall.predict.cuda_allocator.memory_blocks import Block
 from memwall.predict.cuda_allocator.torch_releases import profile_for

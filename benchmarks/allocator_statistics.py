@@ -1,12 +1,14 @@
 """The simulated allocator with statistics: what `torch.cuda.memory_stats()` shows, and the trace of a snapshot."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args
 
+from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.memory_blocks import Block, FreeSet, Segment
 from memwall.predict.cuda_allocator.rounding import MAX_REQUEST_BYTES
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 
-__all__ = ["PoolStatistics", "TraceEntry", "WatchedAllocator"]
+__all__ = ["PoolStatistics", "TraceEntry", "WatchedAllocator", "recorded_addresses"]
 
 Quantity = Literal[
     "allocation",
@@ -24,6 +26,16 @@ TraceEntry = tuple[str, int, int, int]
 
 _SCOPES = ("all", "small_pool", "large_pool")
 _QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
+
+
+def recorded_addresses(addresses: Iterable[int]) -> Iterator[int]:
+    """Yields the addresses of a recording, in the order in which its segments appeared.
+
+    Raises:
+        UsageError: more segments are asked for than the recording has.
+    """
+    yield from addresses
+    raise UsageError("the replay asks for more segments than the recording has: its settings or requests differ")
 
 
 class _Figure:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import msgspec
 import zstandard
-from allocator_statistics import WatchedAllocator
+from allocator_statistics import WatchedAllocator, recorded_addresses
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.addresses import recorded_addresses
 from memwall.predict.cuda_allocator.allocator_settings import parse_settings
 from memwall.predict.cuda_allocator.memory_blocks import Block
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from memwall.cli.options import JsonOption, TorchOption, require_file
+from memwall.cli.options import JsonOption, require_file
 from memwall.errors import UsageError
 
 
@@ -13,7 +13,6 @@ def explain(
     source: Annotated[
         Path, typer.Argument(metavar="TRACE|SNAPSHOT|plan.json", help="Trace, CUDA memory snapshot or plan file.")
     ],
-    torch_version: TorchOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what makes the peak; for a plan, what each action saves and what binds."""
@@ -27,8 +26,6 @@ def explain(
     from memwall.report.text import plan_report, snapshot_report, trace_report
 
     kind = kind_of(source)
-    if torch_version is not None and kind != "snapshot":
-        raise UsageError(f"--torch {torch_version}: only for a CUDA memory snapshot, which does not say what wrote it")
     if kind == "trace":
         from memwall.trace.file import load_trace
 
@@ -38,7 +35,7 @@ def explain(
         from memwall.cli.source import snapshot_summary
         from memwall.trace.snapshot.read import load_snapshot
 
-        summary = snapshot_summary(load_snapshot(source), torch_version)
+        summary = snapshot_summary(load_snapshot(source))
         show(snapshot_report(summary.devices), summary, as_json=as_json)
     elif kind == "json":
         from memwall.planning.planfile import Plan

@@ -1,4 +1,4 @@
-"""Runs `memwall report`: writes a trace, snapshot, plan or run for a browser or a script, a trace for Perfetto too."""
+"""Runs `memwall report`: writes a trace, plan or run for a browser or a script, a trace for Perfetto too."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,20 +13,17 @@ from memwall.errors import UsageError
 from memwall.units import format_bytes
 
 if TYPE_CHECKING:
-    from memwall.report.difference import Source
     from memwall.report.html import Page
     from memwall.trace.records import Trace
-    from memwall.trace.snapshot.records import Snapshot
 
 Format = Literal["html", "perfetto", "memory_viz", "json"]
+Reported = Literal["trace", "plan", "run"]
 
 _EXPECTED = (
-    "a trace written by memwall profile, a plan written by memwall plan, a report written by memwall run --report, or "
-    "a snapshot written by torch.cuda.memory._dump_snapshot()"
+    "a trace written by memwall profile, a plan written by memwall plan, or a report written by memwall run --report"
 )
-_FORMATS: dict[str, tuple[Format, ...]] = {
+_FORMATS: dict[Reported, tuple[Format, ...]] = {
     "trace": ("html", "perfetto", "memory_viz", "json"),
-    "snapshot": ("html", "json"),
     "plan": ("html", "json"),
     "run": ("html", "json"),
 }
@@ -45,16 +42,14 @@ class Written(Struct, frozen=True, kw_only=True):
 
     schema: str = "memwall.written/1"
     source: str
-    source_kind: Literal["trace", "snapshot", "plan", "run"]
+    source_kind: Reported
     format: Format
     file: str
     num_bytes: int
 
 
 def report(
-    source: Annotated[
-        Path, typer.Argument(metavar="TRACE|plan.json|run.json|SNAPSHOT", help="What the report is made of.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="TRACE|plan.json|run.json", help="What the report is made of.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the report is written.")],
     format_name: Annotated[
         str | None,
@@ -103,12 +98,17 @@ def _format(name: str | None, output: Path) -> Format:
 _Writers = dict[Format, Callable[[Path], None]]
 
 
-def _writers(source: Path) -> tuple["Source", _Writers]:
+def _writers(source: Path) -> tuple[Reported, _Writers]:
     """Returns what a file is, and how each format of it is written."""
     from memwall.cli.source import source_kind
 
     kind = source_kind(source, expected=_EXPECTED)
-    makers = {"trace": _trace_writers, "snapshot": _snapshot_writers, "plan": _plan_writers, "run": _run_writers}
+    if kind == "snapshot":
+        raise UsageError(
+            f"{source} is a CUDA memory snapshot, which `memwall explain` shows, and pytorch.org/memory_viz as it is; "
+            f"expected {_EXPECTED}"
+        )
+    makers = {"trace": _trace_writers, "plan": _plan_writers, "run": _run_writers}
     return kind, makers[kind](source)
 
 
@@ -125,18 +125,6 @@ def _trace_writers(source: Path) -> _Writers:
         "perfetto": lambda path: save_perfetto(trace, path),
         "memory_viz": lambda path: save_memory_viz(trace, path),
         "json": lambda path: _save_json(trace_summary(trace), path),
-    }
-
-
-def _snapshot_writers(source: Path) -> _Writers:
-    from memwall.cli.source import snapshot_summary
-    from memwall.report.html import save_page
-    from memwall.trace.snapshot.read import load_snapshot
-
-    snapshot = load_snapshot(source)
-    return {
-        "html": lambda path: save_page(_snapshot_page(snapshot, source), path),
-        "json": lambda path: _save_json(snapshot_summary(snapshot), path),
     }
 
 
@@ -179,13 +167,6 @@ def _trace_page(trace: "Trace", source: Path) -> "Page":
         grids=tuple(phase_grid(trace, step) for step in steps),
         notes=(*process_note(trace, highest), trace_scope(trace)),
     )
-
-
-def _snapshot_page(snapshot: "Snapshot", source: Path) -> "Page":
-    from memwall.cli.source import analysed_devices
-    from memwall.report.snapshots.snapshot_page import snapshot_page
-
-    return snapshot_page(analysed_devices(snapshot), f"memwall snapshot: {source.name}")
 
 
 def _save_json(record: Struct, path: Path) -> None:

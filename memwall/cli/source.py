@@ -1,16 +1,12 @@
 """Tells by the first bytes of a file what `explain`, `report` or `diff` was given; puts snapshots into figures."""
 
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device, devices_of
-from memwall.predict.snapshot.compared_settings import with_settings
-from memwall.predict.snapshot.timeline import Timeline
 from memwall.report.difference import Source
 from memwall.trace.records import Tag
 
@@ -23,9 +19,8 @@ _HEAD_BYTES = 64
 class SnapshotSummary(Struct, frozen=True, kw_only=True):
     """Holds a CUDA memory snapshot in figures, for scripts; the device that holds most comes first."""
 
-    schema: str = "memwall.snapshot-summary/2"
+    schema: str = "memwall.snapshot-summary/3"
     tag: Tag = "external"
-    """Belongs to all but what was simulated under allocator settings, which says so itself."""
     devices: tuple[DeviceAnalysis, ...]
     allocator_settings: dict[str, str]
 
@@ -81,27 +76,7 @@ def source_kind(path: Path, *, expected: str) -> Source:
     raise UsageError(f"{path} is neither a plan nor a run report: at $.schema found {schema!r}; expected {expected}")
 
 
-def snapshot_summary(snapshot: "Snapshot", torch_version: str | None = None) -> SnapshotSummary:
-    """Returns peak, holders, fragmentation and the best allocator settings of every device.
-
-    Args:
-        torch_version: release that wrote it, which a snapshot does not say; None for the likeliest, the one at hand.
-
-    Raises:
-        UsageError: the version cannot be read.
-    """
-    devices = analysed_devices(snapshot, torch_version)
-    return SnapshotSummary(devices=tuple(analysis for analysis, _ in devices), allocator_settings=snapshot.settings)
-
-
-def analysed_devices(
-    snapshot: "Snapshot", torch_version: str | None = None
-) -> tuple[tuple[DeviceAnalysis, Timeline], ...]:
-    """Returns the devices of a snapshot with their history, the one that holds most first; see `snapshot_summary`."""
-    torch_version = torch_version or version("torch")
-    profile_for(torch_version)
-    found = []
-    for device in devices_of(snapshot):
-        analysis, timeline = analyse_device(snapshot, device)
-        found.append((with_settings(analysis, snapshot, torch_version, recording=timeline.recording), timeline))
-    return tuple(found)
+def snapshot_summary(snapshot: "Snapshot") -> SnapshotSummary:
+    """Returns peak, holders and fragmentation of every device."""
+    devices = tuple(analyse_device(snapshot, device)[0] for device in devices_of(snapshot))
+    return SnapshotSummary(devices=devices, allocator_settings=snapshot.settings)

@@ -14,7 +14,6 @@ from memwall.units import format_bytes
 _AXIS_TITLES: dict[PositionUnit, str] = {
     "seconds": "seconds of computing",
     "operations": "operations",
-    "events": "events of the allocator",
 }
 # Distinguishable with the common colour blindnesses, and on both a light and a dark page.
 _COLOURS = {
@@ -27,9 +26,6 @@ _COLOURS = {
     "activation": "#e08e3c",
     "temporary": "#e5c453",
     "unknown": "#9aa6b5",
-    # Of a snapshot: held, but in use by nobody.
-    "stranded": "#c9473d",
-    "idle segments": "#e9b9b4",
 }
 _OTHER_COLOUR = "#a0a0a0"
 _SHADES = {"forward": 0.05, "loss": 0.3, "backward": 0.13, "optimizer": 0.22, "eval": 0.05}

@@ -13,12 +13,12 @@ from memwall.report.trace_grids import place_of
 from memwall.trace.records import Category, Step, Storage, Tag, Trace
 from memwall.units import format_bytes
 
-PositionUnit = Literal["seconds", "operations", "events"]
+PositionUnit = Literal["seconds", "operations"]
 
-MOST_POINTS = 2000
+_MOST_POINTS = 2000
 """Limits one curve: more than a screen has columns, and few enough for a page of some megabytes."""
 # From the longest lived to the shortest: what stays is at the bottom of the stack, what comes and goes on top.
-STACK: tuple[Category, ...] = (
+_STACK: tuple[Category, ...] = (
     "parameter",
     "buffer",
     "optimizer_state",
@@ -45,13 +45,13 @@ class PhaseBand(Struct, frozen=True, kw_only=True):
 
 
 class Curve(Struct, frozen=True, kw_only=True):
-    """Holds bytes over one step or one recording; each point holds until the next."""
+    """Holds bytes over one step; each point holds until the next."""
 
     name: str
     tag: Tag
     """How the bytes were obtained; a simulated curve is never shown as a measured one."""
     position_unit: PositionUnit
-    """Seconds since the beginning, of a step those of computing; operations or events where no times are known."""
+    """Seconds of computing since the beginning; operations where no times are known."""
     summary: str
     """Says in a few words what there is to see in it."""
     positions: tuple[float, ...]
@@ -91,7 +91,7 @@ def curve_of(
     num_ops = len(step.ops)
     base_bytes = trace.base_bytes
     total = live_curve(step.storages, num_ops, device=trace.device) + base_bytes
-    kept = kept_points(total, MOST_POINTS)
+    kept = kept_points(total, _MOST_POINTS)
     seconds = _op_clock(step) if has_times else None
     clock = np.arange(num_ops + 1, dtype=np.float64) if seconds is None else seconds
     # The last point repeats its value at the end of the step, so that the last operation has a width.
@@ -141,7 +141,7 @@ def category_curves(trace: Trace, step: Step) -> dict[str, NDArray[np.int64]]:
     held: dict[Category, list[Storage]] = {}
     for storage in step.storages:
         held.setdefault(storage.category, []).append(storage)
-    curves = {c: live_curve(held[c], len(step.ops), device=trace.device) for c in STACK if c in held}
+    curves = {c: live_curve(held[c], len(step.ops), device=trace.device) for c in _STACK if c in held}
     return {category: curve for category, curve in curves.items() if curve.any()}
 
 

@@ -25,7 +25,7 @@ from memwall.report.run_grids import (
     run_grid,
     time_findings,
 )
-from memwall.report.snapshots.snapshot_grids import SNAPSHOT_SCOPE, snapshot_grids, snapshot_verdict
+from memwall.report.snapshot_grids import SNAPSHOT_SCOPE, snapshot_grids, snapshot_verdict
 from memwall.report.trace_grids import (
     HighestPoint,
     highest_point,

@@ -20,7 +20,7 @@ OPTIONS = {
     "demo": {"--budget", "--out", "--json"},
     "diff": {"--fail-over", "--json"},
     "doctor": {"--disk", "--json"},
-    "explain": {"--torch", "--json"},
+    "explain": {"--json"},
     "export": {"--to", "--output", "--world-size", "--disk", "--json"}
     | {"--job", "--image", "--script", "--ranks-per-node"},
     "estimate": {"--device", "--batch", "--seq", "--optimizer", "--dtype", "--budget", "--mask-share", "--json"}

@@ -2,22 +2,31 @@
 
 import pickle
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from allocator_statistics import WatchedAllocator
+from allocator_statistics import WatchedAllocator, recorded_addresses
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from memwall.predict.cuda_allocator.addresses import recorded_addresses
-from memwall.predict.cuda_allocator.allocator_events import ALLOC
+from memwall.predict.cuda_allocator.allocator_events import (
+    ALLOC,
+    COMPLETE,
+    EMPTY_CACHE,
+    FREE,
+    FREE_LATER,
+    Event,
+    EventTrace,
+)
 from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings, format_settings
 from memwall.predict.cuda_allocator.event_replay import Playback
-from memwall.predict.cuda_allocator.memory_blocks import FREE, PENDING, UNMAPPED, Block
+from memwall.predict.cuda_allocator.memory_blocks import FREE as IS_FREE
+from memwall.predict.cuda_allocator.memory_blocks import PENDING, UNMAPPED, Block
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
-from memwall.predict.snapshot.compared_settings import events_of_recording
 from memwall.predict.snapshot.device_history import DeviceHistory, recording_of, releases_of
 from memwall.trace.snapshot.read import load_snapshot
 
@@ -114,7 +123,7 @@ class Run:
 
 def _segment(blocks: list[Block], requested: dict[Block, int]) -> dict[str, Any]:
     first = blocks[0]
-    states = {FREE: "inactive", PENDING: "active_pending_free"}
+    states = {IS_FREE: "inactive", PENDING: "active_pending_free"}
     return {
         "device": 0,
         "address": first.address,
@@ -140,6 +149,35 @@ def read_back(raw: dict[str, Any], folder: Path) -> DeviceHistory:
     return recording_of(load_snapshot(path), 0)
 
 
+def events_of_recording(recording: DeviceHistory, settings: AllocatorSettings) -> EventTrace:
+    """Returns a recording as the requests of the program, numbered by their events."""
+    emptied = {release.last for release in releases_of(recording) if not release.is_retry}
+    events: list[Event] = []
+    number_of: dict[int, int] = {}
+    waiting: dict[int, int] = {}
+    for index, block in enumerate(recording.start.blocks):
+        (waiting if block.is_pending else number_of)[block.address] = -1 - index
+    for number, (event, following) in enumerate(pairwise((*recording.events, None))):
+        assert event is not None
+        address = event.address
+        if event.action == "alloc":
+            number_of[address] = number
+            events.append((ALLOC, number, max(event.num_bytes, 1), event.stream))
+        elif event.action == "free_requested":
+            freed = number_of.pop(address)
+            is_done = following is not None and (following.action, following.address) == ("free_completed", address)
+            if not is_done:
+                waiting[address] = freed
+            events.append((FREE if is_done else FREE_LATER, freed, 0, 0))
+        elif event.action == "free_completed" and address in waiting:
+            events.append((COMPLETE, waiting.pop(address), 0, 0))
+        elif number in emptied:
+            events.append((EMPTY_CACHE, 0, 0, 0))
+    start = recording.start
+    held = replace(start, granule_bytes=settings.large_segment_bytes) if start.ranges or start.blocks else None
+    return EventTrace(events=tuple(events), steps=(0,), held=held)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("snapshots")
@@ -161,7 +199,6 @@ def test_replayed_addresses_and_statistics_are_the_recorded_ones(seed: int, fold
     # A snapshot has no mark of an emptied cache: one before the device's highest peak looks like a retry.
     assume(not any(release.is_retry for release in releases_of(recording)))
     trace = events_of_recording(recording, run.settings)
-    assert trace is not None
     assert trace.held is None
     again = run.another()
     playback = Playback(again)
@@ -184,7 +221,6 @@ def test_a_recording_begun_late_reserves_what_was_recorded_within_five_percent(f
         if any(release.is_retry for release in releases_of(recording)):
             continue
         trace = events_of_recording(recording, run.settings)
-        assert trace is not None
         again = CudaAllocator(run.settings, run.profile)
         assert Playback(again, trace.held).run(trace.events)
         assert again.allocated_bytes == pytest.approx(run.device.allocated_bytes, rel=0.05), seed

@@ -14,7 +14,7 @@ from memwall.planning.planfile import Plan
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.curve import peak_of
 from memwall.predict.host import HostBytes
-from memwall.predict.snapshot.analysis import DeviceAnalysis, SettingsSearch, analyse_device
+from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device
 from memwall.report.comparison import snapshot_side
 from memwall.report.difference import difference_of
 from memwall.report.text import difference_report, estimate_report, snapshot_report
@@ -41,21 +41,6 @@ def snapshot_of(folder: Path, num_mib: int) -> tuple[Snapshot, DeviceAnalysis]:
     (folder / "s.pickle").write_bytes(pickle.dumps(history.snapshot()))
     snapshot = load_snapshot(folder / "s.pickle")
     return snapshot, analyse_device(snapshot, 0)[0]
-
-
-@pytest.fixture
-def search() -> SettingsSearch:
-    return SettingsSearch(
-        torch_version="2.13.0",
-        recorded_settings="",
-        recorded_bytes=3 * GIB,
-        replayed_bytes=3 * GIB + MIB,
-        best_settings=BEST,
-        best_bytes=2 * GIB,
-        default_bytes=3 * GIB,
-        lower_bound_bytes=2 * GIB - MIB,
-        num_tried=40,
-    )
 
 
 @pytest.fixture
@@ -127,8 +112,8 @@ class TestExactText:
     def test_estimate(self, estimate: Estimate, width: int) -> None:
         assert drawn(estimate_report(estimate), width) == golden(f"estimate_{width}.txt")
 
-    def test_snapshot(self, search: SettingsSearch, tmp_path: Path, width: int) -> None:
-        analysis = replace(snapshot_of(tmp_path, 1024)[1], settings=search, notes=("the device ran out (retries: 1)",))
+    def test_snapshot(self, tmp_path: Path, width: int) -> None:
+        analysis = replace(snapshot_of(tmp_path, 1024)[1], notes=("the device ran out (retries: 1)",))
         assert drawn(snapshot_report([analysis]), width) == golden(f"snapshot_{width}.txt")
 
     def test_two_snapshots(self, tmp_path: Path, width: int) -> None:

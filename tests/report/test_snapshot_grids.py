@@ -10,7 +10,7 @@ from cuda_history import MIB, History, frame
 from rich.console import Console
 
 from memwall.predict.snapshot.analysis import DeviceAnalysis, analyse_device
-from memwall.report.snapshots.snapshot_grids import failure_grid, holder_grids, moment_grid, pin_grid, snapshot_grids
+from memwall.report.snapshot_grids import failure_grid, holder_grids, moment_grid, pin_grid, snapshot_grids
 from memwall.report.text import snapshot_report
 from memwall.trace.snapshot.read import load_snapshot
 

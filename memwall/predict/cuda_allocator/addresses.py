@@ -1,10 +1,8 @@
 """Addresses that the device may give to new segments: a guess that matters only where addresses decide ties."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal
-
-from memwall.errors import UsageError
 
 AddressOrder = Literal["ascending", "descending", "random"]
 
@@ -26,13 +24,3 @@ def placed_addresses(order: AddressOrder) -> Iterator[int]:
                 yield place << _STRIDE_BITS
     for place in range(1, num_places):
         yield (place if order == "ascending" else num_places - place) << _STRIDE_BITS
-
-
-def recorded_addresses(addresses: Iterable[int]) -> Iterator[int]:
-    """Yields the addresses of a recording, in the order in which its segments appeared.
-
-    Raises:
-        UsageError: more segments are asked for than the recording has.
-    """
-    yield from addresses
-    raise UsageError("the replay asks for more segments than the recording has: its settings or requests differ")

@@ -22,7 +22,6 @@ from memwall.predict.snapshot.device_history import (
 )
 from memwall.predict.snapshot.timeline import Fragmentation, Timeline, timeline_of
 from memwall.predict.snapshot.user_line import line_of
-from memwall.trace.records import Tag
 from memwall.trace.snapshot.records import Event, Snapshot
 
 EARLIER = "(allocated before the recording)"
@@ -65,35 +64,6 @@ class Pin(Struct, frozen=True, kw_only=True):
         return self.num_bytes - self.used_bytes
 
 
-class SettingsSearch(Struct, frozen=True, kw_only=True):
-    """Holds the most bytes held from the device, as recorded and as simulated under other allocator settings."""
-
-    tag: Tag = "simulated"
-    """Stands for every figure but `recorded_bytes`."""
-    torch_version: str
-    """Whose allocator was simulated."""
-    recorded_settings: str
-    """The complete configuration string, as for PYTORCH_CUDA_ALLOC_CONF."""
-    recorded_bytes: int
-    """Measured: how well the replay reproduces it says what the simulated figures are worth."""
-    replayed_bytes: int
-    """Simulated, under the recorded settings."""
-    best_settings: str
-    """The complete string of the best settings found; the recorded ones where none are better."""
-    best_bytes: int
-    """Simulated, under the best settings."""
-    default_bytes: int
-    """Simulated, under the default settings."""
-    lower_bound_bytes: int
-    """Most bytes live at once, which no settings can beat."""
-    num_tried: int
-
-    @property
-    def saved_bytes(self) -> int:
-        """Returns the bytes that the best settings hold less; both sides are simulated."""
-        return self.replayed_bytes - self.best_bytes
-
-
 class DeviceAnalysis(Struct, frozen=True, kw_only=True):
     """Holds the figures of one device of a snapshot."""
 
@@ -115,8 +85,6 @@ class DeviceAnalysis(Struct, frozen=True, kw_only=True):
     """How often segments were given back directly before a new one was taken: the device had run out."""
     earlier_bytes: int
     """Bytes in the peak of blocks that were there before the recording began."""
-    settings: SettingsSearch | None = None
-    """None where none were compared; then a note says why."""
     notes: tuple[str, ...]
     """Sentences that the reader of the figures must know."""
 

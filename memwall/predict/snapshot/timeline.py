@@ -7,9 +7,6 @@ from numpy.typing import NDArray
 from memwall.predict.snapshot.device_history import DeviceHistory, replayed
 from memwall.predict.snapshot.device_memory import MemoryState
 
-UNKNOWN = "unknown"
-"""Category of a block of which the snapshot says none: nothing is guessed."""
-
 _MOST_BYTES = 1 << 62
 
 
@@ -99,39 +96,6 @@ def timeline_of(recording: DeviceHistory) -> Timeline:
         idle_bytes=idle,
         num_unmatched=recording.num_unmatched + state.num_unmatched,
     )
-
-
-def category_bytes(timeline: Timeline, positions: NDArray[np.intp]) -> dict[str, NDArray[np.int64]]:
-    """Returns bytes in use by category after so many events each [len(positions)]; together they are all in use.
-
-    Args:
-        positions: in ascending order.
-    """
-    recording = timeline.recording
-    held: dict[str, int] = {}
-    category_of: dict[int, str] = {}
-    for block in recording.start.blocks:
-        category_of[block.address] = block.category or UNKNOWN
-        held[category_of[block.address]] = held.get(category_of[block.address], 0) + block.num_bytes
-    changes = np.diff(timeline.active_bytes)
-    wanted = set(positions.tolist())
-    rows: list[dict[str, int]] = [dict(held)] if 0 in wanted else []
-    for index, event in enumerate(recording.events):
-        change = int(changes[index])
-        if change:
-            if event.action == "alloc":
-                category_of[event.address] = event.category or UNKNOWN
-            category = category_of.get(event.address, UNKNOWN)
-            held[category] = held.get(category, 0) + change
-        if index + 1 in wanted:
-            rows.append(dict(held))
-    # What the history contradicts, so that the parts stay those of the whole.
-    for row, position in zip(rows, positions, strict=True):
-        row[UNKNOWN] = row.get(UNKNOWN, 0) + int(timeline.active_bytes[position]) - sum(row.values())
-    curves = {
-        name: np.array([row.get(name, 0) for row in rows], dtype=np.int64) for name in sorted(held | {UNKNOWN: 0})
-    }
-    return {name: curve for name, curve in curves.items() if curve.any()}
 
 
 def _row(state: MemoryState) -> tuple[int, ...]:

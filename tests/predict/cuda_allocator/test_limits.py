@@ -1,10 +1,11 @@
 """Single cases, each worked out by hand: full devices, limits, streams, ties, garbage collection, unbounded growth."""
 
 import pytest
+from allocator_statistics import recorded_addresses
 from predict.cuda_allocator.small_device import GIB, Device, allocator, malloc, offset_mib, profile
 
 from memwall.errors import UsageError
-from memwall.predict.cuda_allocator.addresses import placed_addresses, recorded_addresses
+from memwall.predict.cuda_allocator.addresses import placed_addresses
 from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 

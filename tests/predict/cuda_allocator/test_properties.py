@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from allocator_statistics import WatchedAllocator
+from allocator_statistics import WatchedAllocator, recorded_addresses
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memwall.predict.cuda_allocator.addresses import placed_addresses, recorded_addresses
+from memwall.predict.cuda_allocator.addresses import placed_addresses
 from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.memory_blocks import FREE, PENDING, UNMAPPED, USED, Block, Pool
 from memwall.predict.cuda_allocator.torch_releases import profile_for

@@ -1,11 +1,8 @@
-"""Shows what is in a CUDA memory snapshot, as tables.
-
-The moments that matter, who held the peak, what pins free memory, and what other allocator settings would have saved.
-"""
+"""Shows a CUDA memory snapshot as tables: the moments that matter, who held the peak, what pins free memory."""
 
 from memwall.predict.curve import Share
 from memwall.predict.snapshot.analysis import DeviceAnalysis, Moment
-from memwall.report.grid import Grid, error_percent, share_grid, share_percent
+from memwall.report.grid import Grid, share_grid, share_percent
 from memwall.units import format_bytes
 
 SNAPSHOT_SCOPE = (
@@ -40,7 +37,6 @@ def snapshot_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
         failure_grid(analysis),
         *holder_grids(analysis),
         pin_grid(analysis),
-        *settings_grids(analysis),
     ]
     return tuple(grid for grid in grids if grid is not None and grid.rows)
 
@@ -103,33 +99,6 @@ def pin_grid(analysis: DeviceAnalysis) -> Grid:
             for pin in analysis.pins
         ),
     )
-
-
-def settings_grids(analysis: DeviceAnalysis) -> tuple[Grid, ...]:
-    """Shows what was held at most, and what a simulation holds under recorded settings, the default and the best."""
-    search = analysis.settings
-    if search is None:
-        return ()
-    saved = f"saves {format_bytes(search.saved_bytes)}" if search.saved_bytes else "none is better"
-    error = error_percent(search.replayed_bytes, search.recorded_bytes)
-    figures = Grid(
-        title="Allocator settings",
-        columns=("", "most held", ""),
-        rows=(
-            ("as recorded", format_bytes(search.recorded_bytes), ""),
-            ("recorded settings, simulated again", format_bytes(search.replayed_bytes), error),
-            ("default settings, L2 what-if", format_bytes(search.default_bytes), ""),
-            ("best settings, L2 what-if", format_bytes(search.best_bytes), saved),
-            ("lower bound: most in use at once", format_bytes(search.lower_bound_bytes), ""),
-        ),
-    )
-    texts = Grid(
-        title="",
-        columns=("", "PYTORCH_CUDA_ALLOC_CONF"),
-        rows=(("recorded", search.recorded_settings), ("best", search.best_settings)),
-        text_columns=(0, 1),
-    )
-    return figures, texts
 
 
 def _parts(moment: Moment) -> dict[str, str]:
