@@ -19,3 +19,24 @@ def test_what_was_computed_from_them_may_leave() -> None:
     stays = parameter_guard([model])
     assert not stays(torch.ones(8))
     assert not stays(model.weight * 2)
+
+
+def test_a_parameter_stays_that_has_come_back_elsewhere() -> None:
+    """GIVEN a parameter that leaves between its uses WHEN others have taken its place meanwhile THEN it stays."""
+    model = nn.Linear(512, 512)
+    stays = parameter_guard([model])
+    storage = model.weight.untyped_storage()
+    place, num_bytes = storage.data_ptr(), storage.nbytes()
+    storage.resize_(0)
+    others = [torch.empty(512, 512) for _ in range(4)]
+    storage.resize_(num_bytes)
+    assert len(others) == 4
+    assert storage.data_ptr() != place
+    assert stays(model.weight.detach().t())
+
+
+def test_what_could_have_the_identity_of_one_that_is_gone_may_leave() -> None:
+    model = nn.Linear(8, 8)
+    stays = parameter_guard([model])
+    model.weight = nn.Parameter(torch.ones(8, 8))
+    assert not any(stays(torch.ones(1) * number) for number in range(1000))

@@ -143,6 +143,10 @@ def test_a_run_starts_whose_first_step_has_no_room_for_gradients(settings: dict[
     assert session.measured.overall_peak_bytes <= told_bytes < 4 * MODEL_BYTES + 32 * MIB
     assert session.plan is not None
     assert any(isinstance(one, ParameterPlacement) for one in session.plan.actions)
+    # Weights that autograd saves come and go as parameters alone, so that a step needs no workspace for them.
+    assert session.trace is not None
+    assert session.trace.workspace_bytes < MIB
+    assert session.plan.forecast.phases["steady_step"].process_bytes == session.measured.last_peak_bytes
 
 
 def refused(budget_bytes: int, **settings: bool) -> int:

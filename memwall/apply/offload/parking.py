@@ -18,6 +18,7 @@ from memwall.store.scratch import ScratchFile
 from memwall.store.transfer import TransferPool
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
+from memwall.torch_internals.storages import StorageWeakRef, identity_of
 from memwall.trace.gathered import Gathered
 
 _log = logging.getLogger(__name__)
@@ -30,17 +31,22 @@ backward, as that of a generator does while its discriminator steps."""
 
 
 def parameter_guard(roots: Sequence[nn.Module]) -> Callable[[Tensor], bool]:
-    """Says which tensors share memory with a parameter or buffer: autograd saves those too, and they stay."""
-    with without_subclass_functions():  # an address does not bring a parameter in
-        addresses = {
-            local_part(tensor).untyped_storage().data_ptr()
-            for root in roots
-            for tensor in (*root.parameters(), *root.buffers())
-        }
+    """Says which tensors share memory with a parameter or buffer: autograd saves those too, and they stay.
+
+    On a device the address of one that leaves between its uses is another one each time, and others' meanwhile.
+    """
+    with without_subclass_functions():  # neither an address nor an identity brings a parameter in
+        storages = [
+            local_part(tensor).untyped_storage() for root in roots for tensor in (*root.parameters(), *root.buffers())
+        ]
+        addresses = {storage.data_ptr() for storage in storages if storage.device.type != "cuda"}
+        # While a reference lives no other storage has the identity.
+        known = {identity_of(storage): StorageWeakRef(storage) for storage in storages}
     gathered = Gathered(roots)
 
     def is_excluded(tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in addresses or gathered.holds(tensor)
+        storage = tensor.untyped_storage()
+        return identity_of(storage) in known or storage.data_ptr() in addresses or gathered.holds(tensor)
 
     return is_excluded
 
