@@ -261,8 +261,8 @@ class StepRecorder(StepMode):
         """Notes the first tensor that the model is called with: it tells the batch; later calls change nothing."""
         first = next((tensor for tensor in tensors_among(values, []) if tensor.dim() > 0), None)
         if first is not None and self.log.micro_batch == 0:
-            self.log.micro_batch = first.shape[0]
             self.log.input_shape = batch_shape(values)
+            self.log.micro_batch = self.log.input_shape[0]
             self.log.input_dtype = str(first.dtype).removeprefix("torch.")
 
     def _leave_module(self, module: nn.Module, args: Any, *rest: Any) -> None:

@@ -103,6 +103,8 @@ def test_a_batch_with_a_larger_image_is_recorded_before_its_forward() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert states == ["recording", "running", "recording", "running"]
+    assert session.trace is not None
+    assert session.trace.micro_batch == 2  # images, not rows of the first one
 
 
 @pytest.mark.slow
