@@ -9,7 +9,7 @@ micro-batch, it comes with its parameter. The optimizer has a window of paramete
 with their gradients in memory, the next window on its way in and the last one on its way out.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -121,7 +121,8 @@ def with_parameters_on_disk(step: Step, modules: Sequence[Module], away: Away, *
     # At the end, so that the numbers operations refer to stay.
     for index in sorted(away.staying):
         like = step.storages[index]
-        storages.append(_stay(like, _place_bytes(like), 0, len(step.ops), step))
+        begin = 0 if like.device_type == "cpu" else -1
+        storages.append(msgspec.structs.replace(_stay(like, _place_bytes(like), 0, len(step.ops), step), birth=begin))
     storages.extend(_passing(step, modules, away, window_bytes))
     return msgspec.structs.replace(step, storages=tuple(storages))
 
@@ -186,14 +187,39 @@ def _passing(step: Step, modules: Sequence[Module], away: Away, window_bytes: in
                 found.append(_stay(like[index], num_bytes, max(begin, _backward_start(step, end)), end, step))
     sizes = sorted((_place_bytes(step.storages[i]) for i in away.gradients), reverse=True)
     leaves = len(away.staying) < len(away.users)
-    stepping_bytes = _stepping_bytes(sizes, window_bytes, leaves=leaves)
-    if leaves and any(step.storages[i].device_type == "cuda" for i in away.gradients[:1]):
-        stepping_bytes = min(stepping_bytes, _stepping_in_order_bytes(step, away, window_bytes))
-    for phase, num_bytes in (("backward", _spilling_bytes(sizes, window_bytes)), ("optimizer", stepping_bytes)):
+    is_on_device = any(step.storages[i].device_type == "cuda" for i in away.gradients[:1])
+    stepping = _stepping(sizes, window_bytes, leaves=leaves)
+    if leaves and is_on_device:
+        stepping = min(stepping, _stepping_in_order(step, away, window_bytes), key=sum)
+    spilling = _spilling(sizes, window_bytes)
+    if is_on_device and not away.is_summed:
+        found += _spilled_in_order(step, away, window_bytes)
+        spilling = []
+    for phase, pieces in (("backward", spilling), ("optimizer", stepping)):
         ops = [number for number, op in enumerate(step.ops) if op.phase == phase]
-        if ops and num_bytes:
-            found.append(_stay(next(iter(like.values())), num_bytes, ops[0], ops[-1] + 1, step))
+        # A device's allocator finds room for each; a CPU's pages are of the system.
+        for num_bytes in pieces if is_on_device else [sum(pieces)]:
+            if ops and num_bytes:
+                found.append(_stay(next(iter(like.values())), num_bytes, ops[0], ops[-1] + 1, step))
     return found
+
+
+def _spilled_in_order(step: Step, away: Away, window_bytes: int) -> list[Storage]:
+    """Returns the copies of a device's gradients, each from where one is accumulated until others take its place."""
+    found: list[Storage] = []
+    waiting: deque[tuple[Storage, int]] = deque()
+    waiting_bytes = 0
+    last_uses = last_gradient_uses(step, away.gradients)
+    for index, number in sorted(last_uses.items(), key=lambda use: (use[1], use[0])):
+        like = step.storages[index]
+        while waiting and waiting_bytes + like.nbytes > window_bytes:
+            oldest, begin = waiting.popleft()
+            waiting_bytes -= oldest.nbytes
+            found.append(_stay(oldest, oldest.nbytes, begin, number + 1, step))
+        waiting.append((like, number))
+        waiting_bytes += like.nbytes
+    end = max((number for number, op in enumerate(step.ops) if op.phase == "backward"), default=0) + 1
+    return found + [_stay(like, like.nbytes, begin, max(end, begin + 1), step) for like, begin in waiting]
 
 
 def _stay(like: Storage, num_bytes: int, begin: int, end: int, step: Step) -> Storage:
@@ -202,26 +228,35 @@ def _stay(like: Storage, num_bytes: int, begin: int, end: int, step: Step) -> St
     )
 
 
-def _spilling_bytes(sizes: Sequence[int], window_bytes: int) -> int:
+def _spilling(sizes: Sequence[int], window_bytes: int) -> list[int]:
     """Returns the bytes of gradients' copies during backward: one is being made while others wait to be written."""
     if not sizes:
-        return 0
-    return min(sizes[0] + max(window_bytes, sizes[0]), sum(sizes))
+        return []
+    return _up_to([sizes[0], *sizes], min(sizes[0] + max(window_bytes, sizes[0]), sum(sizes)))
 
 
-def _stepping_bytes(sizes: Sequence[int], window_bytes: int, *, leaves: bool) -> int:
+def _stepping(sizes: Sequence[int], window_bytes: int, *, leaves: bool) -> list[int]:
     """Returns bytes of parameters and gradients in the optimizer's step: a window, the next, and one being written.
 
     Where all parameters stay, only gradients pass; the last ones of backward may still wait to be written.
     """
     first, second, third = (max(size, window_bytes) for size in (*sizes[:3], 0, 0, 0)[:3])
     if not leaves:
-        return min(first + second + max(window_bytes, first), sum(sizes))
+        return _up_to(sizes, min(first + second + max(window_bytes, first), sum(sizes)))
     most_bytes = max(2 * (first + second) + second, 2 * (second + third) + first)
-    return min(most_bytes, 3 * sum(sizes))
+    return _up_to(sorted(3 * list(sizes), reverse=True), min(most_bytes, 3 * sum(sizes)))
 
 
-def _stepping_in_order_bytes(step: Step, away: Away, window_bytes: int) -> int:
+def _up_to(sizes: Sequence[int], num_bytes: int) -> list[int]:
+    """Returns pieces of these sizes, as they come, that are so many bytes together; the last one may be smaller."""
+    found: list[int] = []
+    for size in sizes:
+        found.append(min(size, num_bytes))
+        num_bytes -= found[-1]
+    return [*found, num_bytes]
+
+
+def _stepping_in_order(step: Step, away: Away, window_bytes: int) -> list[int]:
     """Returns the same where parameters are stepped in the order of the model, and none is stepped that is frozen."""
     trained = Counter(step.storages[index].nbytes for index in away.gradients)
     sizes: list[int] = []
@@ -234,18 +269,23 @@ def _stepping_in_order_bytes(step: Step, away: Away, window_bytes: int) -> int:
         if not windows or sum(windows[-1]) + size > window_bytes:
             windows.append([])
         windows[-1].append(size)
-    most_bytes = place = 0
+    most: list[int] = []
+    place = 0
     for window in windows:
-        held_bytes, following = sum(window), sizes[place + len(window) :]
-        ahead_bytes = following[0] if following else 0
+        following = sizes[place + len(window) :]
+        ahead = following[:1]
         for size in following[1:]:
-            if ahead_bytes + size > held_bytes:
+            if sum(ahead) + size > sum(window):
                 break
-            ahead_bytes += size
-        written_bytes = max(window_bytes, sizes[place - 1]) if place else 0
-        most_bytes = max(most_bytes, 2 * (held_bytes + ahead_bytes) + min(written_bytes, sum(sizes[:place])))
+            ahead.append(size)
+        written: list[int] = []
+        for size in reversed(sizes[:place]):
+            if written and sum(written) + size > window_bytes:
+                break
+            written.append(size)
+        most = max(most, [*2 * window, *2 * ahead, *written], key=sum)
         place += len(window)
-    return most_bytes
+    return most
 
 
 def _backward_start(step: Step, end: int) -> int:

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from memwall.predict.curve import live_curve
 from memwall.predict.parameters_on_disk import (
     Away,
     away_from,
+    last_gradient_uses,
     paged_bytes,
     streamed_blocks,
     with_parameters_on_disk,
@@ -170,6 +172,32 @@ def test_parameters_that_stay_are_in_memory_throughout_and_their_gradients_leave
         for away in (leanest, half, staying)
     ]
     assert peaks == sorted(peaks)
+
+
+def test_a_device_has_a_block_for_each_parameter_and_each_copy_of_a_gradient() -> None:
+    """GIVEN an allocator that finds room for each tensor by itself WHEN parameters are below it THEN no block stands
+    for several: of gradients' copies there is one from where each is made, as long as it waits."""
+    step, away = step_and_away()
+    there = tuple(msgspec.structs.replace(storage, device="cuda") for storage in step.storages)
+    on_device = msgspec.structs.replace(step, storages=there)
+    found = with_parameters_on_disk(on_device, trace().modules, away, window_bytes=WINDOW_BYTES)
+    passing = found.storages[len(step.storages) :]
+    assert {storage.nbytes for storage in passing} == {MATRIX_BYTES}
+    in_backward = [number for number, op in enumerate(step.ops) if op.phase == "backward"]
+    accumulated = set(last_gradient_uses(step, away.gradients).values())
+    copies = [s for s in passing if s.phase == "backward" and s.birth in accumulated]
+    assert len(copies) >= len(away.gradients)
+    assert all(one.death - one.birth < len(in_backward) / 2 for one in copies)
+    beside = live_curve(passing, len(step.ops))[in_backward] - 2 * BLOCK_BYTES
+    assert beside.min() <= 0 < beside.max() <= 2 * MATRIX_BYTES
+    present, below_a_cpu = parameters_at(found), parameters_at(streamed())
+    assert (present[0], present[-1]) == (below_a_cpu[0], below_a_cpu[-1])
+    in_optimizer = {present[number] for number, op in enumerate(step.ops) if op.phase == "optimizer"}
+    assert in_optimizer == {MATRIX_BYTES + 5 * MATRIX_BYTES}
+
+    stay = away_from(step, trace().modules, streamed_blocks(trace().modules), KIB, staying=("blocks.0",))
+    standing = with_parameters_on_disk(on_device, trace().modules, stay, window_bytes=WINDOW_BYTES)
+    assert [s.birth for s in standing.storages[len(step.storages) :]].count(-1) == 2
 
 
 def test_a_backward_that_adds_to_gradients_has_those_of_two_blocks_in_memory_too() -> None:

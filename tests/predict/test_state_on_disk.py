@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -106,6 +107,20 @@ def test_what_stays_is_the_resident_part_and_in_the_optimizer_its_buffers_beside
     assert set(inside) == {resident_bytes - state_bytes + 3 * (bucket_bytes + 4096)}
     assert treated.ops is step.ops
     assert [s.birth for s in treated.storages[: len(step.storages)]] == [s.birth for s in step.storages]
+
+
+def test_a_device_keeps_each_resident_tensor_in_a_block_of_its_own() -> None:
+    step = steady(ADAMW)
+    there = tuple(msgspec.structs.replace(storage, device="cuda") for storage in step.storages)
+    resident_bytes = 2 * MATRIX_BYTES + LAST_BYTES
+    found = with_state_on_disk(
+        msgspec.structs.replace(step, storages=there),
+        resident_bytes=resident_bytes,
+        bucket_bytes=MATRIX_BYTES,
+        min_bytes=MIN_BYTES,
+    )
+    standing = [s.nbytes for s in found.storages[len(step.storages) :] if s.birth < 0]
+    assert sorted(standing) == [LAST_BYTES, MATRIX_BYTES, MATRIX_BYTES]
 
 
 def test_until_the_optimizer_runs_state_on_disk_is_nowhere_in_memory() -> None:

@@ -149,6 +149,16 @@ def test_a_run_starts_whose_first_step_has_no_room_for_gradients(settings: dict[
     assert session.plan.forecast.phases["steady_step"].process_bytes == session.measured.last_peak_bytes
 
 
+@SMALL_CONTEXT
+@pytest.mark.parametrize("budget", [164, 188, 204])
+def test_segments_are_foreseen_of_each_parameter_and_gradient_that_passes(budget: int) -> None:
+    """GIVEN parameters some of which stay WHEN steps run THEN the allocator holds what was foreseen, to the byte."""
+    _, session = ran(budget * MIB, foreach=True)
+    assert session.plan is not None
+    assert any(isinstance(one, ParameterPlacement) for one in session.plan.actions)
+    assert session.plan.forecast.phases["steady_step"].process_bytes == session.measured.last_peak_bytes
+
+
 def refused(budget_bytes: int, **settings: bool) -> int:
     """Returns the budget that a refusal tells, without the frames that hold what was trained."""
     try:
