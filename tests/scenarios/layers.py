@@ -232,6 +232,29 @@ def padded_sequences_with_lengths() -> Script:
 
 
 @scenario()
+def packed_sequences_between_layers() -> Script:
+    class Cells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+        def forward(self, x: nn.utils.rnn.PackedSequence) -> nn.utils.rnn.PackedSequence:
+            out: nn.utils.rnn.PackedSequence = self.cells(x)[0]
+            return out
+
+    class Sequence(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            lengths = torch.tensor([3, 6, 1, 4])
+            x = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            for block in self.blocks:
+                x = block(x)
+            out: Tensor = self.head(nn.utils.rnn.pad_packed_sequence(x, batch_first=True)[0].mean(1))
+            return out
+
+    return supervised(Sequence(Cells(), Cells()), batch=lambda number: batch_of(number, 4, 6, WIDTH))
+
+
+@scenario()
 def labels_of_another_type() -> Script:
     def batch(number: int) -> tuple[Tensor, Tensor]:
         x, y = batch_of(number)

@@ -50,5 +50,6 @@ def _mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_mapped(item, kind, change) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(item, kind, change) for item in value))
+        # Not by its constructor, which may look at the tensors, as that of a PackedSequence does.
+        return tuple.__new__(type(value), (_mapped(item, kind, change) for item in value))
     return value
