@@ -102,7 +102,7 @@ def test_without_a_history_the_end_stands_for_the_peak(tmp_path: Path) -> None:
 
 
 def test_notes_say_what_changes_the_meaning(tmp_path: Path) -> None:
-    history = History(has_times=False)
+    history = History()
     history.segment(0, 20 * MIB)
     history.events[0]["pool_id"] = (0, 3)
     raw = history.snapshot()
@@ -111,7 +111,6 @@ def test_notes_say_what_changes_the_meaning(tmp_path: Path) -> None:
     analysis, _ = analyse_device(imported(raw, tmp_path), 0)
     assert analysis.notes == (
         "some memory belongs to private pools (CUDA graphs, MemPool), which share nothing",
-        "this version of torch noted no times; events are counted instead",
         "sizes were rounded up by roundup_power2_divisions; blocks that are gone count without it",
         "events left out because this memwall does not know them: later",
     )

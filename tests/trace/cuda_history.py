@@ -1,19 +1,10 @@
-"""CUDA snapshots written by hand or by the simulated allocator, in the format of `torch.cuda.memory._snapshot()`.
+"""CUDA snapshots written by hand, in the format of `torch.cuda.memory._snapshot()`.
 
 Keys and their order as THCPModule_memorySnapshot writes them (torch/csrc/cuda/Module.cpp); meanings in the docstring of
 `torch.cuda.memory._snapshot`. The sizes of blocks are given by the test, so that what is derived can be compared.
 """
 
-import random
-from collections.abc import Sequence
 from typing import Any
-
-from allocator_statistics import WatchedAllocator
-
-from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, Event
-from memwall.predict.cuda_allocator.allocator_settings import parse_settings
-from memwall.predict.cuda_allocator.event_replay import Playback
-from memwall.predict.cuda_allocator.torch_releases import profile_for
 
 MIB = 1 << 20
 BASE = 0x7F0000000000
@@ -23,54 +14,16 @@ def frame(filename: str, line: int, name: str) -> dict[str, Any]:
     return {"name": name, "filename": filename, "line": line}
 
 
-def varying_requests(num_steps: int = 6) -> list[Event]:
-    """Steps of eight layers whose sizes vary by 30 %; all is freed at the end of a step but the parameters."""
-    draw = random.Random(5)
-    events: list[Event] = [(ALLOC, 0, 64 * MIB, 0)]
-    for step in range(num_steps):
-        scale = draw.uniform(0.7, 1.3)
-        blocks = range(100 * step + 1, 100 * step + 33)
-        events += [(ALLOC, block, int((24, 48, 12, 96)[block % 4] * scale * MIB), 0) for block in blocks]
-        events += [(FREE, block, 0, 0) for block in reversed(blocks)]
-    return [*events, (FREE, 0, 0, 0)]
-
-
-def simulated_snapshot(
-    requests: Sequence[Event],
-    settings: str = "",
-    *,
-    capacity_bytes: int | None = None,
-    torch_version: str = "2.13.0",
-) -> tuple[dict[str, Any], WatchedAllocator]:
-    """What torch would dump after these requests and an emptied cache, and the allocator that served them."""
-    profile = profile_for(torch_version)[0]
-    device = WatchedAllocator(parse_settings(settings, profile), profile, capacity_bytes=capacity_bytes)
-    assert Playback(device).run(requests)
-    device.empty_cache()
-    assert device.reserved_bytes == 0
-    trace = [
-        {"action": action, "addr": address, "size": nbytes, "stream": stream}
-        for action, address, nbytes, stream in device.statistics.trace
-    ]
-    snapshot = {
-        "segments": [],
-        "device_traces": [trace],
-        "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": settings},
-    }
-    return snapshot, device
-
-
 class History:
     """Device 0's allocator as a test drives it: events so far, and the truth after each of them."""
 
-    def __init__(self, *, has_times: bool = True) -> None:
+    def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.segments: dict[int, dict[str, Any]] = {}
         self.used: dict[int, dict[str, Any]] = {}
         self.truth: list[tuple[int, int, int]] = [(0, 0, 0)]
         """Allocated, active and reserved bytes before the first event and after each."""
         self.num_forgotten = 0
-        self._has_times = has_times
 
     def segment(self, offset: int, size: int, kind: str = "large", *, is_expandable: bool = False) -> None:
         address = BASE + offset
@@ -152,8 +105,7 @@ class History:
 
     def _note(self, action: str, address: int, size: int, frames: Any = ()) -> dict[str, Any]:
         event: dict[str, Any] = {"action": action, "addr": address, "size": size, "stream": 0}
-        if self._has_times:
-            event["time_us"] = 1_700_000_000_000_000 + 10 * (self.num_forgotten + len(self.events))
+        event["time_us"] = 1_700_000_000_000_000 + 10 * (self.num_forgotten + len(self.events))
         event["compile_context"] = "N/A"
         event["user_metadata"] = ""
         event["pool_id"] = (0, 0)

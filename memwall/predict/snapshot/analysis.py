@@ -206,8 +206,6 @@ def _notes(snapshot: Snapshot, recording: DeviceHistory, timeline: Timeline, num
             f"{timeline.num_unmatched} events do not fit the state they meet; parts of the history are missing"
         )
     notes.extend(_pool_notes(recording))
-    if recording.events and not timeline.time_us[-1]:
-        notes.append("this version of torch noted no times; events are counted instead")
     if re.search(r":[1-9]", snapshot.settings.get("roundup_power2_divisions", "")):
         notes.append("sizes were rounded up by roundup_power2_divisions; blocks that are gone count without it")
     if snapshot.unknown_actions:

@@ -42,8 +42,6 @@ class Timeline(Struct, frozen=True, kw_only=True):
     device: int
     recording: DeviceHistory
     """The history that was replayed."""
-    time_us: NDArray[np.int64]
-    """The machine's clock, never running back; all 0 where torch noted no times."""
     allocated_bytes: NDArray[np.int64]
     active_bytes: NDArray[np.int64]
     reserved_bytes: NDArray[np.int64]
@@ -81,13 +79,10 @@ def timeline_of(recording: DeviceHistory) -> Timeline:
     rows = np.zeros((len(recording.events) + 1, 6), dtype=np.int64)
     for number, state in enumerate(replayed(recording)):
         rows[number] = _row(state)
-    times = [event.time_us for event in recording.events]
-    time_us = np.array([times[0] if times else 0, *times], dtype=np.int64)
     allocated, active, reserved, split_free, expandable_free, idle = rows.T
     return Timeline(
         device=recording.device,
         recording=recording,
-        time_us=np.maximum.accumulate(time_us),
         allocated_bytes=allocated,
         active_bytes=active,
         reserved_bytes=reserved,

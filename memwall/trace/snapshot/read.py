@@ -1,8 +1,8 @@
 """Imports a CUDA memory snapshot: a pickle read without executing it, then checked value by value.
 
 Fields that this version does not know are passed over, because torch adds some with almost every release; those it
-needs are checked, and an error names the place inside the file. Versions differ in what they write: `time_us`,
-`pool_id`, `frames` and `requested_size` may be missing.
+needs are checked, and an error names the place inside the file. Versions differ in what they write: `pool_id`,
+`frames` and `requested_size` may be missing.
 
 Snapshots of a gigabyte exist, so an event becomes a record as soon as its dict has been read, and its stack a number:
 what is in memory is what is kept. A dict that is not valid stays one until all is read, when its place can be named.
@@ -18,7 +18,6 @@ from msgspec import Struct
 from memwall.errors import TraceError
 from memwall.trace.snapshot.records import (
     Action,
-    Annotation,
     BlockState,
     Event,
     Frame,
@@ -119,14 +118,11 @@ class _Importer:
             tuple(self._trace(events, at))
             for events, at in self._items(fields.get("device_traces", []), "$.device_traces")
         )
-        marks = self._items(fields.get("external_annotations", []), "$.external_annotations")
-        annotations = tuple(self._annotation(item, at) for item, at in marks)
         return Snapshot(
             segments=segments,
             traces=traces,
             stacks=tuple(self._stacks),
             settings=self._settings(fields.get("allocator_settings", {})),
-            annotations=annotations,
             unknown_actions=tuple(sorted(self._unknown_actions)),
         )
 
@@ -192,7 +188,6 @@ class _Importer:
             self._integer(fields, "addr", at, most=_LARGEST_ADDRESS) if has_address else 0,
             self._integer(fields, "size", at),
             self._integer(fields, "stream", at, missing=0, least=-_LARGEST_ADDRESS, most=_LARGEST_ADDRESS),
-            self._integer(fields, "time_us", at, missing=0),
             self._stack(fields.get("frames"), f"{at}.frames"),
             self._pool(fields, "pool_id", at),
             _printable(category) if isinstance(category, str) else "",
@@ -239,13 +234,6 @@ class _Importer:
         line = self._integer(fields, "line", at, missing=0, least=-_LARGEST_BYTES)
         frame = Frame(_printable(cast(str, texts[0])), line, _printable(cast(str, texts[1])))
         return self._frames.setdefault(frame, frame)
-
-    def _annotation(self, value: object, at: str) -> Annotation:
-        fields = self._fields(value, at)
-        device = self._integer(fields, "device", at, missing=0, least=-1)
-        time_us = self._integer(fields, "time_us", at, missing=0)
-        stage, name = (_printable(str(fields.get(key, ""))[:1000]) for key in ("stage", "name"))
-        return Annotation(device, time_us, stage, name)
 
     def _settings(self, value: object) -> dict[str, str]:
         settings = {}

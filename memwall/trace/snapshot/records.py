@@ -40,8 +40,6 @@ class Event(Struct, frozen=True, array_like=True, gc=False):
     num_bytes: int
     """Bytes asked for (alloc, free_*), of the device memory (segment_*), rounded (oom), in use (snapshot)."""
     stream: int
-    time_us: int
-    """Microseconds of the machine's clock; 0 where the version of torch noted none."""
     stack: int
     """Index into `Snapshot.stacks`; 0 is the empty one."""
     pool: tuple[int, int]
@@ -79,16 +77,6 @@ class SnapshotSegment(Struct, frozen=True, kw_only=True):
     """Without gaps, in order of address."""
 
 
-class Annotation(Struct, frozen=True, array_like=True):
-    """Holds a mark of `record_function`, kept with `global_record_annotations=True`."""
-
-    device: int
-    time_us: int
-    stage: str
-    """START or END."""
-    name: str
-
-
 class Snapshot(Struct, frozen=True, kw_only=True):
     """Holds the state of the allocator at one moment, and its history up to that moment."""
 
@@ -99,6 +87,5 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """Each stack once, innermost frame first; number 0 is empty."""
     settings: dict[str, str]
     """The allocator's settings as the snapshot names them."""
-    annotations: tuple[Annotation, ...]
     unknown_actions: tuple[str, ...]
     """Kinds of events that this version of memwall does not know and left out."""
