@@ -5,9 +5,6 @@ Each entry is compiled ahead of time in tests/kernels for every architecture in 
 
 from typing import NamedTuple
 
-# Columns that one program holds in registers at most.
-_NORM_COLUMNS = 8192
-
 
 class Launch(NamedTuple):
     """Says how one kernel is launched."""
@@ -40,33 +37,6 @@ def pack_launch(warp_lanes: int) -> Launch:
 def adamw_8bit_launch() -> Launch:
     """Returns that of an optimizer's step: 8 blocks of 256 elements, 8 elements per lane, or registers would spill."""
     return Launch(2048, 8)
-
-
-def norm_launch(num_columns: int, warp_lanes: int) -> Launch:
-    """Returns that of a norm's forward: a row at once up to 8,192 columns, 16 elements per lane."""
-    return _norm_launch(num_columns, _NORM_COLUMNS, warp_lanes)
-
-
-def norm_backward_launch(num_columns: int, warp_lanes: int) -> Launch:
-    """Returns that of a norm's backward: as forward where rows start aligned.
-
-    Elsewhere every element has an address of its own: 8 elements per lane, 4,096 columns, or registers would spill.
-    """
-    if num_columns % 16 == 0:
-        return norm_launch(num_columns, warp_lanes)
-    launch = _norm_launch(num_columns, _NORM_COLUMNS // 2, warp_lanes)
-    return launch._replace(num_warps=2 * launch.num_warps)
-
-
-def num_row_chunks(num_rows: int, num_tiles: int, num_multiprocessors: int) -> int:
-    """Returns how many chunks of rows backward has: two programs per multiprocessor, no chunk without rows."""
-    wanted = max(1, min(num_rows, 2 * num_multiprocessors // num_tiles))
-    return -(-num_rows // -(-num_rows // wanted))
-
-
-def _norm_launch(num_columns: int, most: int, warp_lanes: int) -> Launch:
-    block = min(most, _power_of_two_from(max(num_columns, 256)))
-    return Launch(block, max(1, block // 512 * 32 // warp_lanes))
 
 
 def _launch(block: int, warp_lanes: int) -> Launch:

@@ -30,14 +30,13 @@ def runs_triton(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda" or (is_interpreting() and tensor.device.type == "cpu")
 
 
-def half_for(tensor: torch.Tensor, package: str | None, name: str, *, kernels: str = "_kernel") -> Callable[..., None]:
+def half_for(tensor: torch.Tensor, package: str | None, name: str) -> Callable[..., None]:
     """Returns what does `name` to this tensor: the Triton half, whose module is loaded now, or the plain torch half.
 
     Args:
         package: of the operation.
-        kernels: its module with the Triton half.
     """
-    module, prefix = (kernels, "launch") if runs_triton(tensor) else ("_reference", "reference")
+    module, prefix = ("_kernel", "launch") if runs_triton(tensor) else ("_reference", "reference")
     found: Callable[..., Any] = getattr(importlib.import_module(f".{module}", package), f"{prefix}_{name}")
     return found
 
@@ -52,10 +51,3 @@ def warp_size(tensor: torch.Tensor) -> int:
     if tensor.device.type == "cuda" and torch.version.hip is not None:
         return int(torch.cuda.get_device_properties(tensor.device).warp_size)
     return 32
-
-
-def num_multiprocessors(tensor: torch.Tensor) -> int:
-    """Returns those of the tensor's device; few in the interpreter, so that programs have several rows there too."""
-    if tensor.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
-    return 2

@@ -32,13 +32,3 @@ def store_rounded(pointers, values, mask, INTERPRETED: tl.constexpr) -> None:
         tl.store(pointers, _bf16_bits(values).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
     else:
         tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def rounded(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """Returns fp32 `values` as a tensor of `dtype` would hold them, still in fp32."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        held = (_bf16_bits(values) << 16).to(tl.float32, bitcast=True)
-    else:
-        held = values.to(dtype).to(tl.float32)
-    return held

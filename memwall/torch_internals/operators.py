@@ -132,6 +132,7 @@ class _Absent:
 
 _NEEDED_FOR = {
     "_amp_foreach_non_finite_check_and_unscale_.default": "taking the scale off gradients that are away",
+    "_fused_rms_norm.default": "RMSNorms on CUDA under --allow kernels",
     **dict.fromkeys(
         (
             "_local_scalar_dense.default",

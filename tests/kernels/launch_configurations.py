@@ -25,7 +25,6 @@ def configurations(warp_lanes: int) -> Iterator[Configuration]:
     kinds = (
         loss_configurations,
         glu_configurations,
-        norm_configurations,
         adamw_8bit_configurations,
         pack_configurations,
     )
@@ -88,53 +87,6 @@ def adamw_8bit_configurations(_: int) -> Iterator[Configuration]:
                 aligned=(*pointers, *(("num_elements",) if kind == "even" else ())),
                 num_warps=launch.num_warps,
                 fuses=False,
-            )
-
-
-NORMS: dict[str, dict[str, bool]] = {
-    "llama": {"ROUNDS": True},
-}
-NORM_COLUMNS = (64, 512, 1024, 2048, 4096, 8192, 65_536)
-
-
-def norm_configurations(warp_lanes: int) -> Iterator[Configuration]:
-    """Of the norms: all launches in bf16, and those that hold most in the other dtypes."""
-    from memwall.triton_kernels._configs import norm_backward_launch, norm_launch
-
-    wanted = [("bf16", name, columns) for name in NORMS for columns in NORM_COLUMNS]
-    wanted += [("fp32", name, columns) for name in NORMS for columns in (4096, 8192, 65_536)]
-    wanted += [("fp16", "llama", 4096), ("bf16", "llama", 4097), ("bf16", "llama", 70_001)]
-    for dtype, name, columns in wanted:
-        backward = norm_backward_launch(columns, warp_lanes)
-        kernels = {"norm": norm_launch(columns, warp_lanes), "norm_backward": backward}
-        kernels |= {"norm_sums": backward} if columns > backward.block else {}
-        pointers = [f"{role}_ptr" for role in ("x", "weight", "result", "grad", "grad_x")]
-        wide = [f"{role}_ptr" for role in ("rstd", "sums", "partial_weight")]
-        strides = [f"{role}_row_stride" for role in ("x", "grad")]
-        sizes = ["num_rows", "num_columns", "num_tiles", "rows_per_program"]
-        kind = "even" if columns % 16 == 0 else "odd"
-        for kernel, launch in kernels.items():
-            tiles = "row" if columns <= launch.block else "tiles"
-            yield Configuration(
-                name=f"{kernel}-{name}-{dtype}-{launch.block}-{tiles}-{kind}",
-                kernel=f"{kernel}_kernel",
-                signature={
-                    **dict.fromkeys(pointers, f"*{dtype}"),
-                    **dict.fromkeys(wide, "*fp32"),
-                    **dict.fromkeys((*sizes, *strides), "i32"),
-                    **dict.fromkeys(("eps", "weight_offset"), "fp32"),
-                },
-                constants={
-                    **NORMS[name],
-                    **{f"{role}_column_stride": 1 for role in ("x", "grad")},
-                    "HAS_WEIGHT": True,
-                    "WANTS_WEIGHT": True,
-                    "ONE_TILE": tiles == "row",
-                    "INTERPRETED": False,
-                    "BLOCK": launch.block,
-                },
-                aligned=(*pointers, *wide, *((*strides, "num_columns") if kind == "even" else ())),
-                num_warps=launch.num_warps,
             )
 
 

@@ -1,6 +1,7 @@
 """Gated activations and norms on a GPU: what neither the reference nor the interpreter can show."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,11 +25,17 @@ def plain_rms_norm(x: Tensor, w: Tensor) -> Tensor:
     return w * F.rms_norm(x.float() if x.dtype != torch.float64 else x, x.shape[-1:], None, 1e-6).to(x.dtype)
 
 
+def gemma_rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (F.rms_norm(x.to(wide), x.shape[-1:], None, 1e-6) * (1.0 + w.to(wide))).to(x.dtype)
+
+
 # Ours, plain torch, and how many matrices and vectors it takes.
 OPERATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int, int]] = {
     "swiglu": (swiglu, lambda gate, up: F.silu(gate) * up, 2, 0),
     "geglu": (geglu, lambda gate, up: F.gelu(gate) * up, 2, 0),
     "rms_norm": (rms_norm, plain_rms_norm, 1, 1),
+    "rms_norm (gemma)": (partial(rms_norm, casting="gemma"), gemma_rms_norm, 1, 1),
 }
 
 

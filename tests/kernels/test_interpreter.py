@@ -10,7 +10,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 # What the reference has to pass, and the kernels as well.
-SHARED = ("glu", "norms", "pack")
+SHARED = ("glu", "pack")
 # With what is for kernels alone, by operation: a process for each.
 CHECKS = {path.stem.removeprefix("check_"): [path] for path in sorted(FOLDER.glob("interpreted/check_*.py"))}
 for name in SHARED:

@@ -1,4 +1,4 @@
-"""The norm against plain torch: the reference here, the kernels where test_interpreter.py runs this."""
+"""The norm against plain torch: the reference, which is what a CPU runs; test_cuda_fused.py has the GPU's half."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from memwall.triton_kernels import rms_norm
+from memwall.triton_kernels.norms import _fused, _ops
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-6
-pytestmark = pytest.mark.usefixtures("launches", "one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def normalised(x: Tensor) -> Tensor:
@@ -123,3 +124,34 @@ def test_in_place_change_between_forward_and_backward_is_noticed() -> None:
     doubled.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def backward_of_torchs(
+    grad: Tensor, x: Tensor, shape: Any, rstd: Tensor, weight: Tensor, mask: list[bool]
+) -> tuple[Tensor, Tensor | None]:
+    """As torch's kernel for CUDA computes it, which a CPU does not have; each result is rounded once."""
+    assert grad.dtype == x.dtype == weight.dtype
+    wide, normed = grad.float() * weight.float(), x.float() * rstd
+    of_x = rstd * (wide - normed * (wide * normed).mean(-1, keepdim=True))
+    return of_x.to(x.dtype), (grad.float() * normed).flatten(0, -2).sum(0).to(weight.dtype) if mask[1] else None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)
+def test_the_half_of_a_gpu(
+    norm: Any, dtype: torch.dtype, weight_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN torch's kernels for CUDA WHEN they compute the norm THEN it is as exact as the model's own."""
+    monkeypatch.setattr(_ops, "_is_fused", lambda x: x.dtype != torch.float64)
+    monkeypatch.setattr(_fused, "_BACKWARD", backward_of_torchs)
+    for shape in ((5, 300), (2, 3, 1000)):
+        norm.check(torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(weight_dtype or dtype))
+
+
+def test_a_weight_that_is_frozen_has_no_gradient_on_a_gpu_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ops, "_is_fused", lambda x: True)
+    monkeypatch.setattr(_fused, "_BACKWARD", backward_of_torchs)
+    x, w = torch.randn(5, 30, requires_grad=True), torch.randn(30)
+    (found,) = torch.autograd.grad(rms("llama")(x, w).square().sum(), x)
+    (expected,) = torch.autograd.grad(PLAIN["llama"](x, w).square().sum(), x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

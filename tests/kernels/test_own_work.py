@@ -11,7 +11,7 @@ from memwall.predict.roofline import Roofline
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 from memwall.trace.workload import Workload
-from memwall.triton_kernels import linear_cross_entropy, rms_norm
+from memwall.triton_kernels import linear_cross_entropy
 
 H100 = hardware_named("h100-80gb")
 ROWS, WIDTH, VOCABULARY, CHUNK = 4096, 1024, 32_000, 1024
@@ -82,23 +82,3 @@ def test_a_loss_without_logits(dtype: torch.dtype, reduction: str) -> None:
     parts += 4 * [(product, flops), (logits, 0)] if reduction == "none" else [(2 * 4 * x, 0)]
     parts += [(4 * head + w, 0)]
     assert sum(step.ops[op].seconds for op in ops) == pytest.approx(seconds_of(parts, dtype), rel=0.03)
-
-
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight)
-
-
-def test_a_norm_whose_backward_adds_up_in_parts() -> None:
-    trace = recorded(Norm, dtype=torch.float32)
-    step, ops = steady_step(trace), own(trace)
-    tensor_bytes, row_bytes = ROWS * WIDTH * 4, ROWS * 4
-    # 256 chunks of 16 rows: two programs for each of 132 multiprocessors, and none without rows.
-    sums_bytes = 256 * WIDTH * 4
-    parts = [(2 * tensor_bytes + row_bytes, 0), (3 * tensor_bytes + row_bytes + sums_bytes, 0), (sums_bytes, 0)]
-    assert sum(step.ops[op].seconds for op in ops) == pytest.approx(seconds_of(parts, torch.float32), rel=0.01)
-    assert workspace_bytes(trace) == sums_bytes

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._launch import half_for
 from .._rows import as_rows, compute_dtype
+from ._fused import fused_norm, fused_norm_backward
+from ._reference import reference_norm, reference_norm_backward
 from ._terms import NormTerms
 
 _TERMS = "float eps, str casting"
@@ -19,11 +20,12 @@ _TERMS = "float eps, str casting"
 )
 def norm_op(x: Tensor, weight: Tensor | None, eps: float, casting: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the norm, contiguous, in `dtype`, and 1 / root of each row's mean square."""
+    terms = NormTerms(eps, casting)
+    if _is_fused(x):
+        return fused_norm(x, weight, terms, dtype)
     result, rstd = _empty_results(x, dtype)
     if x.numel() > 0:
-        run = half_for(rstd, __package__, "norm")
-        known = None if weight is None else weight.contiguous()
-        run(as_rows(x), known, as_rows(result), rstd, NormTerms(eps, casting))
+        reference_norm(as_rows(x), weight, as_rows(result), rstd, terms)
     return result, rstd
 
 
@@ -41,12 +43,14 @@ def _norm_backward_op(
     grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, eps: float, casting: str, wants_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x and weight; that of the weight is empty where it is not wanted."""
+    terms = NormTerms(eps, casting)
+    if _is_fused(x):
+        of_x, of_weight = fused_norm_backward(grad, x, weight, rstd, terms, wants_weight=wants_weight)
+        return of_x, x.new_empty(0) if of_weight is None else of_weight
     grad_x, grad_weight = _empty_gradients(x, weight, wants_weight)
     if x.numel() == 0:
         return grad_x, grad_weight.zero_()
-    known = None if weight is None else weight.contiguous()
-    run = half_for(rstd, __package__, "norm_backward", kernels="_backward_kernel")
-    run(as_rows(grad), as_rows(x), known, rstd, as_rows(grad_x), grad_weight, NormTerms(eps, casting))
+    reference_norm_backward(as_rows(grad), as_rows(x), weight, rstd, as_rows(grad_x), grad_weight, terms)
     return grad_x, grad_weight
 
 
@@ -71,6 +75,11 @@ def _backward_of_norm(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> 
 
 
 norm_op.register_autograd(_backward_of_norm, setup_context=_setup_norm)
+
+
+def _is_fused(x: Tensor) -> bool:
+    """Tells whether torch's kernels norm this: fp64, which only tests use, they compute in fp32."""
+    return x.device.type == "cuda" and x.dtype != torch.float64 and x.numel() > 0
 
 
 def _empty_results(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

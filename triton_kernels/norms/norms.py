@@ -1,7 +1,8 @@
-"""`rms_norm` over the last dimension, in one pass forward and one backward.
+"""`rms_norm` over the last dimension, of which the input is kept for backward, and 4 bytes of each row.
 
-Everything is fp32 inside; where values are rounded is what `casting` says, so that results agree with the model whose
-norm this stands in for. Kept for backward are the input, and 4 bytes of each row. Label of the action: *equivalent*.
+On a GPU torch's own kernels compute it: on an H100 they kept what one in Triton did, and were faster over the rows of
+most models (benchmarks/README.md). Everything is fp32 inside; on a CPU values are rounded where `casting` says.
+Label of the action: *equivalent*.
 """
 
 import torch
