@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import msgspec
 
@@ -16,17 +16,7 @@ from memwall.session.watch.step_metrics import StepMetrics
 _log = logging.getLogger(__name__)
 
 
-class MetricsFile(Protocol):
-    """Takes the figures of steps."""
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Adds those of a step."""
-
-    def close(self) -> None:
-        """Ends the file."""
-
-
-def open_metrics(path: Path, *, appends: bool = False) -> MetricsFile:
+def open_metrics(path: Path, *, appends: bool = False) -> "_Guarded":
     """Opens a file for the figures of steps, of the kind that its name says; of several ranks each has one of its own.
 
     A name that ends in `.prom` is a text file for Prometheus' node exporter, with the last step; a folder is one of
@@ -55,7 +45,7 @@ def open_metrics(path: Path, *, appends: bool = False) -> MetricsFile:
 class _Guarded:
     """Ends the figures where they can no longer be written."""
 
-    def __init__(self, path: Path, file: MetricsFile) -> None:
+    def __init__(self, path: Path, file: "_JsonLines | _Prometheus | _TensorBoard") -> None:
         self._path, self._file = path, file
         self._has_failed = False
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,24 +49,6 @@ class PageSwaps(NamedTuple):
     """Pages that come must have these checksums."""
 
 
-class Moves(Protocol):
-    """Stands for swaps under way."""
-
-    @property
-    def is_done(self) -> bool:
-        """Tells whether `finish` would not wait."""
-        ...
-
-    def finish(self) -> None:
-        """Returns once they are done.
-
-        Raises:
-            OffloadIOError: a transfer failed, or a page came back different.
-            StoreError: the disk stands still.
-        """
-        ...
-
-
 class PageMover:
     """Moves pages between memory and a scratch file.
 
@@ -84,7 +66,7 @@ class PageMover:
         self._in_c: list[_MovesInC] = []
         self._executor: ThreadPoolExecutor | None = None
 
-    def begin(self, swaps: PageSwaps) -> Moves:
+    def begin(self, swaps: PageSwaps) -> "Moves":
         """Begins them; frames and tensors are the threads' until they are done."""
         count = swaps.frames.numel()
         size = max(_SWAPS_PER_TASK, -(-count // _NUM_THREADS))
@@ -185,9 +167,16 @@ class _MovesInC:
 
     @property
     def is_done(self) -> bool:
+        """Tells whether `finish` would not wait."""
         return all(task.is_done for task in self._tasks)
 
     def finish(self) -> None:
+        """Returns once they are done.
+
+        Raises:
+            OffloadIOError: a transfer failed, or a page came back different.
+            StoreError: the disk stands still.
+        """
         num_done, since = -1, time.monotonic()
         while num_done < len(self._tasks):
             before, num_done = num_done, self._library.await_tasks(self._pool, self._tasks, len(self._tasks))
@@ -214,6 +203,10 @@ class _MovesByThreads:
         failures = [failure for failure in (future.exception() for future in self._futures) if failure is not None]
         if failures:
             raise failures[0]
+
+
+Moves = _MovesInC | _MovesByThreads
+"""Stands for swaps under way."""
 
 
 def _library() -> ctypes.CDLL | None:

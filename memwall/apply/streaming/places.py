@@ -1,95 +1,16 @@
 """The places that streamed parameters and gradients are in between their uses: a disk, or the host below a device."""
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.streaming.resized import ResizedTensor, RoundTripProof
-from memwall.store.paged import PagedTensor, WrittenBehind
+from memwall.store.paged import PagedTensor
 from memwall.store.room import with_room
-from memwall.store.scratch import Slot
 from memwall.store.transfer import TransferPool
 
-
-class Streamed(WrittenBehind, Protocol):
-    """Is a tensor whose memory comes and goes while everything that points to it stays; `PagedTensor` says how."""
-
-    @property
-    def tensor(self) -> Tensor:
-        """Holds the elements while it is here."""
-
-    @property
-    def is_here(self) -> bool:
-        """Says whether the newest bytes are in memory."""
-
-    @property
-    def is_resident(self) -> bool:
-        """Says whether it takes memory: it is here, or on its way."""
-
-    @property
-    def is_shown(self) -> bool:
-        """Says whether it is read by way of the system's cache, see `show`."""
-
-    @property
-    def shown_bytes(self) -> int:
-        """Counts the memory that the system has filled to `show` it, and can take back."""
-
-    @property
-    def slot(self) -> Slot | None:
-        """Says where its newest bytes are on disk; None while they are not there."""
-
-    def begin_read(self) -> None:
-        """Begins to bring it back, if it is away."""
-
-    def want(self) -> None:
-        """Returns once it is here, to stay until `let_go`."""
-
-    def show(self) -> bool:
-        """Has its memory read without bringing it back; False where that is not possible."""
-
-    def changed(self) -> None:
-        """Says that its elements are about to be written."""
-
-    def overwrite(self) -> None:
-        """Does what `want` and `changed` do, for a caller who writes every element."""
-
-    def stay(self) -> None:
-        """Stays in memory for good; its place is given back."""
-
-    def forget(self) -> None:
-        """Gives up memory and place; the elements are lost."""
-
-
-class StreamingPlace(Protocol):
-    """Makes tensors that can leave for it."""
-
-    device: torch.device
-    """Names the memory that they leave."""
-    words: str
-    waits_in_order: bool
-    """Whether who waits goes on at once, and what is launched comes after."""
-
-    @property
-    def bytes_written(self) -> int:
-        """Counts the bytes that went there so far."""
-
-    @property
-    def bytes_read(self) -> int:
-        """Counts the bytes that came from there so far."""
-
-    def take(self, tensor: Tensor, label: str) -> Streamed:
-        """Returns one with a tensor's elements, which may have taken over its memory."""
-
-    def like(self, tensor: Tensor, label: str) -> Streamed:
-        """Returns one with a tensor's dtype, shape and strides, whose elements are yet to be written."""
-
-    def set_proving(self, is_proving: bool) -> None:
-        """Has what leaves from now on compared with what comes back, or no longer."""
-
-    def close(self) -> None:
-        """Gives up files, threads and memory there."""
+Streamed = PagedTensor | ResizedTensor
+"""Is a tensor whose memory comes and goes while everything that points to it stays."""
 
 
 class DiskPlace:
@@ -101,6 +22,7 @@ class DiskPlace:
 
     device = torch.device("cpu")
     waits_in_order = False
+    """Whether who waits goes on at once, and what is launched comes after."""
 
     def __init__(self, pool: TransferPool) -> None:
         self.pool = pool
@@ -184,3 +106,7 @@ class HostPlace:
     def close(self) -> None:
         """Unpins the memory."""
         self._space.close()
+
+
+StreamingPlace = DiskPlace | HostPlace
+"""Makes tensors that can leave for it, each a `Streamed`."""
