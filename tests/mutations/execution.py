@@ -75,7 +75,7 @@ EXECUTION = (
     Mutation(
         "parameters that autograd saves are offloaded like activations",
         "memwall/apply/offload/parking.py",
-        "return tensor.untyped_storage().data_ptr() in addresses",
+        "return identity_of(storage) in known or storage.data_ptr() in addresses or gathered.holds(tensor)",
         "return False",
         ("tests/apply/test_parking.py",),
     ),
