@@ -34,17 +34,27 @@ def state_sizes(step: Step, min_bytes: int) -> tuple[int, ...]:
     it is in float32 and the gradient in 16 bits; so of each size there are so many tensors for each gradient. Where a
     model has parameters of both kinds, those that are fewer are guessed.
     """
-    tensors = Counter(s.nbytes for s in step.storages if _is_movable(s, min_bytes))
+    return tuple(sorted(_sizes_in_order(step, min_bytes)))
+
+
+def _sizes_in_order(step: Step, min_bytes: int) -> list[int]:
+    """Returns the same in the order of the optimizer, whose state a trace has parameter by parameter."""
+    movable = [s.nbytes for s in step.storages if _is_movable(s, min_bytes)]
+    tensors = Counter(movable)
     own = Counter(s.nbytes for s in step.storages if s.category == "gradient")
     doubled = Counter({2 * size: count for size, count in own.items()})
     gradients = max(own, doubled, key=lambda sizes: sum(count for size, count in tensors.items() if size in sizes))
-    sizes: list[int] = []
-    for size, count in tensors.items():
-        tensors_each = -(-count // gradients[size]) if size in gradients else _USUAL_TENSORS
-        sizes.extend([size * tensors_each] * (count // tensors_each))
-        if count % tensors_each:
-            sizes.append(size * (count % tensors_each))
-    return tuple(sorted(sizes))
+    found: list[int] = []
+    last: dict[int, tuple[int, int]] = {}
+    for size in movable:
+        tensors_each = -(-tensors[size] // gradients[size]) if size in gradients else _USUAL_TENSORS
+        place, num_missing = last.get(size, (0, 0))
+        if not num_missing:
+            place, num_missing = len(found), tensors_each
+            found.append(0)
+        found[place] += size
+        last[size] = place, num_missing - 1
+    return found
 
 
 def buffer_sizes(sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
@@ -53,6 +63,23 @@ def buffer_sizes(sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
     shared = [size for size in sizes if size <= bucket_bytes]
     num_shared = min(NUM_BUFFERS, _num_buckets(shared, bucket_bytes))
     ring = (round_up(bucket_bytes if num_shared > 1 else sum(shared)),) * num_shared
+    return max((ring, (max(own, default=0),)), key=sum)
+
+
+def _device_buffers(step: Step, *, resident_bytes: int, bucket_bytes: int, min_bytes: int) -> tuple[int, ...]:
+    """Returns the same of a device, whose allocator hands out what the fullest bucket takes."""
+    own: list[int] = []
+    buckets: list[int] = []
+    for size in _sizes_in_order(step, min_bytes):
+        if size <= resident_bytes:
+            resident_bytes -= size
+        elif size > bucket_bytes:
+            own.append(round_up(size))
+        elif not buckets or buckets[-1] + size > bucket_bytes:
+            buckets.append(size)
+        else:
+            buckets[-1] += size
+    ring = (round_up(max(buckets, default=0)),) * min(NUM_BUFFERS, len(buckets))
     return max((ring, (max(own, default=0),)), key=sum)
 
 
@@ -90,7 +117,11 @@ def with_state_on_disk(
             )
         )
     begin, end = optimizer_ops[0], optimizer_ops[-1] + 1
-    buffers = buffer_sizes(state_sizes(step, min_bytes), bucket_bytes) if comes_back else ()
+    buffers: tuple[int, ...] = ()
+    if comes_back and like.device_type == "cuda":
+        buffers = _device_buffers(step, resident_bytes=resident_bytes, bucket_bytes=bucket_bytes, min_bytes=min_bytes)
+    elif comes_back:
+        buffers = buffer_sizes(state_sizes(step, min_bytes), bucket_bytes)
     if comes_back:
         most_bytes = max(resident_bytes, *buffers)  # stepped at once
         shrink_temporaries(storages, step, most_bytes / (away_bytes + resident_bytes))

@@ -123,6 +123,22 @@ def test_a_device_keeps_each_resident_tensor_in_a_block_of_its_own() -> None:
     assert sorted(standing) == [LAST_BYTES, MATRIX_BYTES, MATRIX_BYTES]
 
 
+def test_a_device_hands_out_what_its_fullest_bucket_takes() -> None:
+    """GIVEN buckets that whole parameters do not fill WHEN state passes through THEN each buffer is as the fullest."""
+    step = steady(ADAMW)
+    there = tuple(msgspec.structs.replace(storage, device="cuda") for storage in step.storages)
+    on_device = msgspec.structs.replace(step, storages=there)
+
+    def buffers(resident_bytes: int) -> list[int]:
+        found = with_state_on_disk(
+            on_device, resident_bytes=resident_bytes, bucket_bytes=3 * MATRIX_BYTES, min_bytes=MIN_BYTES
+        )
+        return [s.nbytes - 4096 for s in found.storages[len(step.storages) :] if s.birth >= 0]
+
+    assert buffers(0) == [2 * MATRIX_BYTES + 2 * LAST_BYTES] * 2  # the third parameter lies beside the second
+    assert buffers(2 * MATRIX_BYTES) == [2 * MATRIX_BYTES + 2 * LAST_BYTES]
+
+
 def test_until_the_optimizer_runs_state_on_disk_is_nowhere_in_memory() -> None:
     step = steady(ADAMW)
     before = before_optimizer(step, MIN_BYTES)
