@@ -10,7 +10,7 @@ from memwall.apply.optimizer_state.kept_space import kept_space
 from memwall.apply.state_technique import StateHandler
 from memwall.apply.technique import Handler, Target, handler_of, registered, tag_of
 from memwall.errors import NotExactError
-from memwall.trace.optimizers import replaces
+from memwall.trace.optimizers import replaces, steps_alike
 
 PROOF_STEPS = 1000
 """Every so many steps actions prove themselves, from the first one under a plan on."""
@@ -104,6 +104,11 @@ class AppliedPlan(Target):
         others = (each for each in self.handlers if not isinstance(each, StateHandler))
         is_free = all(type(each).optimizer_known is Handler.optimizer_known for each in others)
         return is_free and kept_space() is None and all(replaces(optimizer, one) for one in self.optimizers)
+
+    def is_alike(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tells whether the plan is as good for an optimizer as for one of the present ones, and does nothing to it."""
+        are_untouched = all(type(each).optimizer_known is Handler.optimizer_known for each in self.handlers)
+        return are_untouched and kept_space() is None and any(steps_alike(optimizer, one) for one in self.optimizers)
 
     def begin_step(self) -> None:
         """Prepares a step; to be called before its first forward."""

@@ -214,7 +214,8 @@ class PlanInEffect:
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Says that an optimizer steps the model, before its first step; what waited for that is applied.
 
-        It takes the place of one whose state is on disk, and stays there, where it trains all that that one did.
+        It takes the place of one whose state is on disk, and stays there, where it trains all that that one did; and of
+        one of its kind that only memwall still holds, as where a loop makes a new one for each round.
 
         Raises:
             MemwallError: the plan cannot be applied to it.
@@ -229,6 +230,10 @@ class PlanInEffect:
             self.applied.optimizers = ()  # nobody here holds the one before, which a script may have dropped
             self._borders.replace_optimizers(optimizer)
             self.keeper.turn_to(optimizer)
+        elif self.applied is not None and self.applied.is_alike(optimizer):
+            self.applied.optimizers = ()
+            self._borders.let_go_optimizers()
+            self.applied.optimizers = tuple(one for one in self._borders.optimizers if one is not optimizer)
         if self.applied is not None:
             self.applied.add_optimizer(optimizer)
 

@@ -192,7 +192,7 @@ class StepBorders:
     def let_go_optimizers(self) -> None:
         """Forgets those that nobody else holds, as of a stage of the script that is over: their state goes with them.
 
-        To be called when no step goes on and no plan is in effect.
+        To be called when no plan in effect does anything to them, and either no step goes on or another one steps.
         """
         known = [*map(weakref.ref, self.optimizers)]
         self.optimizers = ()

@@ -123,3 +123,15 @@ def replaces(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> 
     """Tells whether an optimizer trains all that another one does: a loop makes a new one to go on, as to fine-tune."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return all(id(parameter) in trained for group in other.param_groups for parameter in group["params"])
+
+
+def steps_alike(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Tells whether an optimizer trains just what another one does, and its steps need as much: lr is no matter."""
+    is_same = type(optimizer) is type(other) and replaces(optimizer, other) and replaces(other, optimizer)
+    return is_same and _options(optimizer) == _options(other)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+    plain = (bool, int, float, str)
+    groups = optimizer.param_groups
+    return [{k: v for k, v in one.items() if isinstance(v, plain) and k not in ("lr", "initial_lr")} for one in groups]

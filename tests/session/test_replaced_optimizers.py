@@ -128,3 +128,30 @@ def test_optimizers_that_take_turns_are_undone_once() -> None:
             assert applied is not None
             undos.append(len(applied._undo))
     assert undos == undos[:1] * 8
+
+
+@pytest.mark.parametrize(
+    ("options", "holds", "num_recorded"),
+    [({}, False, 1), ({"momentum": 0.5}, False, 2), ({}, True, 4)],
+    ids=["as it was", "with state", "beside those before"],
+)
+def test_a_new_optimizer_for_each_round_has_its_steps_recorded_only_where_they_need_more(
+    options: dict[str, float], holds: bool, num_recorded: int
+) -> None:
+    """GIVEN a plan WHEN each round makes an optimizer THEN the plan stays, unless more is held than it knows of."""
+    model, states, made_so_far, held = made(), [], [], []
+    session = Session(budget_bytes=8 << 30)
+    session.attach(model, None)
+    with session, shown_at_first_step(session):
+        for number in range(4):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / (1 + number), **(options if number else {}))
+            made_so_far.append(weakref.ref(optimizer))
+            held.append(optimizer if holds else None)
+            for step in range(3):
+                loss = model(torch.ones(5, 32), step).square().mean()
+                states.append(session.state)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert states.count("recording") == num_recorded
+    assert sum(one() is not None for one in made_so_far) == (4 if holds else 1)
