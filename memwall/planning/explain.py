@@ -78,6 +78,8 @@ def infeasible_message(
     is_running: bool = False,
     evaluation_batch: int = 0,
     evaluation_bytes: int = 0,
+    kept_bytes: int = 0,
+    kept_at: str = "",
     without_copies_bytes: int = 0,
     plain_bytes: int | None = None,
     first_step_bytes: int = 0,
@@ -89,6 +91,8 @@ def infeasible_message(
         is_running: a run has begun, and may do other things than its training steps.
         evaluation_batch: samples of an evaluation that the smallest budget has room for; 0 where none is known.
         evaluation_bytes: what the process is foreseen to hold in that.
+        kept_bytes: a copy of the weights that the script is going to keep, which is in the trace; 0 for none.
+        kept_at: the line that keeps it.
         without_copies_bytes: the smallest budget for the steps alone, where copies of the weights between them are what
             decides; 0 where they do not.
         parameters_stay: why parameters and gradients cannot be on disk, if they cannot.
@@ -104,11 +108,15 @@ def infeasible_message(
         f"the budget of {format_bytes(budget_bytes, rounding='down')} cannot be met: the smallest feasible one is "
         f"{format_bytes(smallest_bytes, rounding='up')}, "
         f"{format_bytes(smallest_bytes - budget_bytes, rounding='up')} more",
-        f"of that, {format_bytes(trace.base_bytes)} are the process before the step, "
+        f"of that, {format_bytes(trace.base_bytes - kept_bytes)} are the process before the step, "
         f"{format_bytes(parameters)} parameters"
         + (f" (largest: {largest.path or largest.class_name})" if largest is not None else ""),
         *([_outside(trace.micro_batch, evaluation_batch, evaluation_bytes)] if is_running else []),
-        *([_with_copies(without_copies_bytes)] if without_copies_bytes else []),
+        *(
+            [f"a copy of the weights, {format_bytes(kept_bytes)}, which {kept_at} keeps, is in that too"]
+            * bool(kept_at)
+        ),
+        *([_with_copies(without_copies_bytes, is_kept=kept_bytes > 0)] if without_copies_bytes else []),
         *([_without_gain(plain_bytes or 0, is_small=is_small)] if gains_nothing else []),
         *(
             [f"the first step held {format_bytes(first_step_bytes, rounding='up')}: {STATE_IN_FIRST_STEP}"]
@@ -138,10 +146,11 @@ def _without_gain(plain_bytes: int, *, is_small: bool) -> str:
     )
 
 
-def _with_copies(without_bytes: int) -> str:
+def _with_copies(without_bytes: int, *, is_kept: bool) -> str:
+    reason = "beside that copy" if is_kept else "gradients are let go one by one, so that"
     return (
-        "gradients are let go one by one, so that a digest of all weights between steps holds more than a step: two "
-        f"copies of them are in that; a script that makes none needs {format_bytes(without_bytes, rounding='up')}"
+        f"{reason} a digest of all weights between steps holds more than a step: two copies of them are in that; a "
+        f"script that makes none needs {format_bytes(without_bytes, rounding='up')}"
     )
 
 

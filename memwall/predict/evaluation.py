@@ -55,23 +55,25 @@ def evaluation_bytes(
     return trace.base_bytes + trace.workspace_bytes + most_bytes
 
 
-def copying_bytes(trace: Trace, recorded: Step, step: Step) -> int:
+def copying_bytes(trace: Trace, recorded: Step, step: Step, *, keeps_copy: bool) -> int:
     """Returns what the process holds between steps with two copies of the weights that train; 0 where that is no more.
 
     A step with all gradients at once, and an optimizer's temporaries, has about as much. One whose optimizers step
-    within its backward, and let each gradient go, has not.
+    within its backward, and let each gradient go, has not, nor has one beside a copy that stays.
 
     Args:
         recorded: the step as it ran.
         step: the same, with state and parameters where a plan has them.
+        keeps_copy: whether the script keeps a copy, of which the trace knows.
     """
-    if not _has_steps_in_backward(recorded):
-        return 0
     gradients = [storage for storage in recorded.storages if storage.category == "gradient"]
     gradient_bytes = sum(storage.nbytes for storage in gradients)
-    at_once_bytes = live_curve(gradients, len(recorded.ops), device=trace.device).max()
-    if at_once_bytes > _GRADIENTS_AT_ONCE * gradient_bytes:
-        return 0
+    if not keeps_copy:
+        if not _has_steps_in_backward(recorded):
+            return 0
+        at_once_bytes = live_curve(gradients, len(recorded.ops), device=trace.device).max()
+        if at_once_bytes > _GRADIENTS_AT_ONCE * gradient_bytes:
+            return 0
     end = len(step.ops)
     stand = (one for one in step.storages if one.device_type == trace.device and (one.birth < 0 or one.death >= end))
     standing_bytes = sum(storage.nbytes for storage in stand)

@@ -31,6 +31,10 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     has_average: bool = False
     """Whether the script has another model of the same form, as an average of weights is: evaluated on its own, that
     may be without the autocast of the steps."""
+    kept_bytes: int = 0
+    """A copy of the weights that the script is going to keep, which is in the trace; 0 where none is known."""
+    kept_at: str = ""
+    """The line that keeps it."""
 
     def least_budget_bytes(self, smallest_bytes: int, *, asked_bytes: int, budget_for: Callable[[int], int]) -> int:
         """The smallest budget that a run can keep to, from its first step on.

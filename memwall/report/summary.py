@@ -191,7 +191,7 @@ def _remarks(report: RunReport) -> Iterable[Text]:
     measured = report.measured
     if measured.num_replans:
         number, what = measured.num_replans, "plan was" if measured.num_replans == 1 else "plans were"
-        yield Text(f"{number} {what} made again, as a step needed more than foreseen.")
+        yield Text(f"{number} {what} made again, as more was needed than foreseen.")
     if measured.oom_recoveries:
         number, what = measured.oom_recoveries, "step was" if measured.oom_recoveries == 1 else "steps were"
         yield Text(f"{number} {what} done again after memory ran out.", style="yellow")

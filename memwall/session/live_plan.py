@@ -25,6 +25,7 @@ from memwall.predict.first_step import FirstStep
 from memwall.predict.live_device import live_process
 from memwall.session.first_plan import charged, planned
 from memwall.session.loop.evaluation_batch import with_average, with_evaluation, with_loaders
+from memwall.session.loop.kept_weights import with_kept_weights
 from memwall.session.measurements import Measurements, trained_parameters
 from memwall.session.plan_in_effect import PlanInEffect
 from memwall.session.ranks.agreement import Ranks
@@ -194,6 +195,9 @@ class LivePlan:
             first = with_average(with_loaders(first, self.trace), self.trace, self._borders.attached_model)
             if self._borders.phase == "evaluation":  # what has ended the recording is that one begins
                 first = with_evaluation(first, self.trace, self._borders.attached_model, self._borders.input_shape)
+        if not self._measured.has_plan:  # a step that is recorded later may have that copy beside it already
+            first = with_kept_weights(first, self.trace, self._borders.attached_model)
+        self.trace = charged(self.trace, first.kept_bytes)
         self._differentiates_backward = self.recorded.differentiates_backward
         self.stop_recording()
         self._measured.note_peak()  # planning begins another one

@@ -33,6 +33,8 @@ class Recovery:
         self._live, self._borders, self._measured = live, borders, measured
         self._excess_bytes = 0
         """Bytes by which the last step under the plan exceeded what the plan promised, the budget being near."""
+        self._is_kept = False
+        """Whether that is what the loop has come to hold since, and no step took it yet."""
         self._ended_bytes = 0
         """Says what was held at most when the last step under the plan had ended."""
         self._can_plan_again = True
@@ -62,6 +64,18 @@ class Recovery:
         if is_told or plan is None or not is_theirs or _is_near_budget(plan, peak_bytes):
             self._can_plan_again &= measured.meter.reset_peak()
 
+    def note_kept(self, kept_bytes: int) -> None:
+        """Notes tensors that the loop has come to hold since the last step, so that the next one is planned with them.
+
+        Args:
+            kept_bytes: what no plan has room for yet.
+        """
+        plan = self._live.plan
+        if kept_bytes and plan is not None and self._live.trace is not None and self._can_plan_again:
+            excess = excess_bytes(plan, _foreseen_bytes(plan) + kept_bytes)
+            if excess > self._excess_bytes:
+                self._excess_bytes, self._is_kept = excess, True
+
     def end_step(self, peak_bytes: int) -> None:
         """Notes what a step under the plan held at most."""
         self._ended_bytes = peak_bytes
@@ -69,7 +83,7 @@ class Recovery:
             excess = excess_bytes(self._live.plan, peak_bytes)
             # While a rank has no more batches, the most of the steps meanwhile is kept.
             if excess > self._excess_bytes and not self._live.in_effect.device_budget.is_kept:
-                self._excess_bytes = excess
+                self._excess_bytes, self._is_kept = excess, False
 
     def forget_excess(self) -> None:
         """Forgets what the last step took too much: the plan that it ran under is no more."""
@@ -128,28 +142,27 @@ class Recovery:
         if self._live.ranks is not None and not self._live.ranks.have_inputs:
             return
         excess, self._excess_bytes = self._excess_bytes, 0
+        is_kept, self._is_kept = self._is_kept, False
+        what = "the script has come to keep %s of tensors" if is_kept else "a step used %s more than foreseen"
         shortage, self._shortage = self._shortage, None
         if shortage is not None and self._live.ranks is None and self._live.trace is not None:
             self._change_to_less(shortage)
             return
         if not excess:
             return
-        is_explained = self._live.note_lost()
+        is_explained = self._live.note_lost() and not is_kept
         try:
             revision = self._live.revised(charged_bytes=0 if is_explained else excess)
         except InfeasibleError as error:
             _log.warning(
-                "a step used %s more than foreseen, and no plan makes up for it, so the run goes on with this one: %s",
+                f"{what}, and no plan makes up for it, so the run goes on with this one: %s",
                 format_bytes(excess),
                 error,
             )
             self._can_plan_again = False
             self._live.in_effect.device_budget.lift()
             return
-        _log.warning(
-            "a step used %s more than foreseen; a new plan makes up for it from now on",
-            format_bytes(excess),
-        )
+        _log.warning(f"{what}; a new plan makes up for it from now on", format_bytes(excess))
         self._measured.count_replan()
         self._live.change_to(revision)
         self._can_plan_again = self._measured.num_replans < MAX_ATTEMPTS

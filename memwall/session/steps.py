@@ -28,6 +28,7 @@ from memwall.session.step_clock import StepClock
 from memwall.session.unseen_steps import UnseenSteps
 from memwall.session.watch.budget_watch import BudgetWatch, place_of
 from memwall.session.watch.growth import GrowthWatch
+from memwall.session.watch.kept_tensors import KeptTensors
 from memwall.session.watch.room import RoomBetweenSteps
 from memwall.session.watch.step_metrics import StepLog
 from memwall.torch_internals.dispatch import end_stand_in, out_of_inference_mode
@@ -72,6 +73,7 @@ class Steps:
             model=lambda: self.borders.attached_model,
             disk=lambda: self.live.in_effect.disk,
         )
+        self._kept = KeptTensors(lambda: self.live.settings.first_step)
         self._peak_bytes: int | None = None
         """Keeps the most that was held when the present forward began; None where that is to be read anew."""
         self._unseen = UnseenSteps(
@@ -323,6 +325,9 @@ class Steps:
         close_unneeded()
         self._room.before_step()
         num_changes = self.live.in_effect.num_changes
+        come_bytes = self._kept.begin_step(self.live.in_effect.allocator.live_bytes, num_changes)
+        if not self._changes.is_longer:  # of that batch one step is recorded, and everything counted anew
+            self.recovery.note_kept(come_bytes)
         device = self._changes.layers.device
         try:
             self._find_plan(device)
@@ -415,6 +420,8 @@ class Steps:
                 is_planned=is_planned,
                 budget_bytes=self.live.budget_bytes,
             )
+        if is_planned:
+            self._kept.end_step(self.live.in_effect.allocator.live_bytes, self.live.in_effect.num_changes)
         if is_planned and not self._spared.were_misjudged(self.measured.last_peak_bytes):
             self.recovery.end_step(self.measured.last_peak_bytes)
         if not self.borders.in_step and self._num_checked < self.measured.num_steps:

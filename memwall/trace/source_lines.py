@@ -9,7 +9,7 @@ import re
 import sys
 import sysconfig
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ _DEMO = f"{_PACKAGE / 'demo'}{os.sep}"
 _OTHERS = (f"{_PACKAGE}{os.sep}", f"{_TORCH}{os.sep}", "<")
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 _NODE_NAME = re.compile(r"Backward\d*$")
+_IMPORTED = (ModuleType, FunctionType, type)
 
 # Whose code a file holds, as plain numbers: they are compared for every frame of every operation.
 _OF_OTHERS = 0
@@ -133,6 +134,21 @@ def user_frame() -> FrameType | None:
     return frame
 
 
+def user_files() -> tuple[str, ...]:
+    """Returns the files of the user's own code that runs, and of what they have imported of the user's."""
+    found: dict[str, None] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_own(frame.f_code.co_filename):
+            found[frame.f_code.co_filename] = None
+            imported = [each for each in list(frame.f_globals.values()) if isinstance(each, _IMPORTED)]
+            modules = (each if isinstance(each, ModuleType) else sys.modules.get(each.__module__) for each in imported)
+            files = (getattr(module, "__file__", None) for module in modules)
+            found.update((path, None) for path in files if isinstance(path, str) and _is_own(path))
+        frame = frame.f_back
+    return tuple(found)
+
+
 def _newest_node() -> int:
     return next_sequence_number() - 1
 
@@ -143,6 +159,10 @@ def _node_name(func: Any) -> str:
     Source: pytorch tools/autograd/load_derivatives.py, `_create_op_prefix` (2.13).
     """
     return str(packet_of(func).__name__).replace("_", "").lower().removesuffix("forward")
+
+
+def _is_own(path: str) -> bool:
+    return _owner_of(path) == _OF_USER and not _INSTALLED.match(path)
 
 
 def _owner_of(path: str) -> int:

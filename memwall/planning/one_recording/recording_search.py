@@ -283,6 +283,8 @@ class RecordingSearch:
                 is_running=first is not None,
                 evaluation_batch=0 if first is None else first.evaluation_batch,
                 evaluation_bytes=min(evaluated),
+                kept_bytes=0 if first is None else first.kept_bytes,
+                kept_at="" if first is None else first.kept_at,
                 without_copies_bytes=without_copies if without_copies < smallest else 0,
                 first_step_bytes=self._binding_first_step_bytes,
                 before_bytes=before_bytes,

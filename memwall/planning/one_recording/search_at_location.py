@@ -126,10 +126,11 @@ class SearchAtLocation:
     @property
     def copying_bytes(self) -> int:
         """Returns what the process is foreseen to hold with copies of its weights between steps, where that counts."""
-        if self._settings.first_step is None or self._trace.device != "cpu":
+        first = self._settings.first_step
+        if first is None or self._trace.device != "cpu":
             return 0
         step = step_under_actions(self._trace, self._steady, self._location.actions)
-        held_bytes = copying_bytes(self._trace, self._steady, step)
+        held_bytes = copying_bytes(self._trace, self._steady, step, keeps_copy=first.kept_bytes > 0)
         return held_bytes and held_bytes + self._location.grown_bytes
 
     @property

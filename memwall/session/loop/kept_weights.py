@@ -1,0 +1,114 @@
+"""Finds whether a script is going to keep a copy of its weights, as early stopping does, before it does so.
+
+A copy that stays is in every step after it, and the first one is made long after the plan: the script's text says it.
+"""
+
+import ast
+import linecache
+import os
+from collections.abc import Iterator
+
+import msgspec
+from torch import nn
+
+from memwall.predict.first_step import FirstStep
+from memwall.torch_internals.dispatch import without_subclass_functions
+from memwall.torch_internals.sharding import local_part
+from memwall.trace.records import Trace
+from memwall.trace.source_lines import user_files
+
+_COPIES = ("deepcopy", "clone", "copy")
+"""Names of what copies a tensor, or all of a dictionary."""
+_LEAVES = ("cpu", "numpy")
+"""Names of what takes a tensor off a device."""
+_PASSES = ("load_state_dict", "save", "dumps", "dump")
+"""Names of what a copy is made for that does not stay."""
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_COMPREHENSIONS = (ast.DictComp, ast.ListComp, ast.GeneratorExp)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_MOST_CHARACTERS = 1_000_000
+
+
+def with_kept_weights(first: FirstStep, trace: Trace, model: nn.Module) -> FirstStep:
+    """Returns what is known of a run, with the copy of its weights that it is going to keep where the model is."""
+    kept_at = line_that_keeps_weights(is_on_device=trace.device != "cpu")
+    if not kept_at:
+        return first
+    with without_subclass_functions():  # to look at parameters on disk does not bring them in
+        kept_bytes = sum(local_part(each).nbytes for each in (*model.parameters(), *model.buffers()))
+    return msgspec.structs.replace(first, kept_bytes=kept_bytes, kept_at=kept_at)
+
+
+def line_that_keeps_weights(*, is_on_device: bool) -> str:
+    """Returns the first line of the script that keeps a copy of a state dict, as `train.py:41`; "" if none does.
+
+    Args:
+        is_on_device: whether a copy counts that stays on a device, and one in the machine's memory does not.
+    """
+    for path in user_files():
+        text = "".join(linecache.getlines(path))
+        if "state_dict" not in text or len(text) > _MOST_CHARACTERS:
+            continue
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError):
+            continue  # a notebook's cell with commands of its own
+        line = next(_kept(tree, is_on_device=is_on_device), 0)
+        if line:
+            return f"{os.path.basename(path)}:{line}"
+    return ""
+
+
+def _kept(tree: ast.AST, *, is_on_device: bool) -> Iterator[int]:
+    """Yields the lines that keep a copy in a loop, or in a function without one, which a loop may call."""
+    for scope in ast.walk(tree):
+        if isinstance(scope, (ast.Module, *_FUNCTIONS)):
+            own = list(_own_parts(scope))
+            loops = [part for part in own if isinstance(part, _LOOPS)]
+            is_called = not loops and not isinstance(scope, ast.Module)
+            for part in own if is_called else [inner for loop in loops for inner in _own_parts(loop)]:
+                value = _stored(part)
+                if value is not None and _copies_weights(value, is_on_device=is_on_device):
+                    yield value.lineno
+
+
+def _own_parts(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yields what lies within a scope, but for the insides of functions and classes there."""
+    for part in ast.iter_child_nodes(scope):
+        yield part
+        if not isinstance(part, (*_FUNCTIONS, ast.ClassDef)):
+            yield from _own_parts(part)
+
+
+def _stored(part: ast.AST) -> ast.expr | None:
+    """Returns what a statement stores, or gives to whom it was called by; None where it does neither."""
+    if isinstance(part, (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.Return)):
+        return part.value
+    is_append = isinstance(part, ast.Call) and _called(part) == "append" and len(part.args) == 1
+    return part.args[0] if isinstance(part, ast.Call) and is_append else None
+
+
+def _copies_weights(value: ast.expr, *, is_on_device: bool) -> bool:
+    """Tells whether an expression holds `deepcopy(model.state_dict())`, or a comprehension that copies each of it."""
+    parts = list(ast.walk(value))
+    calls = {_called(part) for part in parts if isinstance(part, ast.Call)}
+    if "state_dict" not in calls or calls.intersection(_PASSES):
+        return False
+    if is_on_device and calls.intersection(_LEAVES):
+        return False
+    for part in parts:
+        if isinstance(part, ast.Call) and _called(part) == "deepcopy" and _has_call(part, ("state_dict",)):
+            return True
+        if isinstance(part, _COMPREHENSIONS) and any(_has_call(one.iter, ("state_dict",)) for one in part.generators):
+            return _has_call(part.value if isinstance(part, ast.DictComp) else part.elt, _COPIES)
+    return False
+
+
+def _has_call(within: ast.AST, names: tuple[str, ...]) -> bool:
+    return any(isinstance(part, ast.Call) and _called(part) in names for part in ast.walk(within))
+
+
+def _called(call: ast.Call) -> str:
+    """Returns the last name of what is called."""
+    function = call.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
