@@ -16,12 +16,9 @@ class Launch(NamedTuple):
 
 def row_loss_launch(vocabulary: int, warp_lanes: int) -> Launch:
     """Returns that of the loss over one row of logits: 16 elements per lane at most, two 16-byte loads."""
-    return _launch(min(4096, _power_of_two_from(max(vocabulary, 256))), warp_lanes)
-
-
-def scaled_copy_launch(warp_lanes: int) -> Launch:
-    """Returns that of the pass that scales and casts a gradient."""
-    return _launch(2048, warp_lanes)
+    block = min(4096, _power_of_two_from(max(vocabulary, 256)))
+    # 512 elements per 32 lanes; with 64 lanes half as many warps, or a program would exceed AMD's 1,024 threads.
+    return Launch(block, max(1, min(8, block // 512) * 32 // warp_lanes))
 
 
 def glu_launch(warp_lanes: int) -> Launch:
@@ -37,11 +34,6 @@ def pack_launch(warp_lanes: int) -> Launch:
 def adamw_8bit_launch() -> Launch:
     """Returns that of an optimizer's step: 8 blocks of 256 elements, 8 elements per lane, or registers would spill."""
     return Launch(2048, 8)
-
-
-def _launch(block: int, warp_lanes: int) -> Launch:
-    # 512 elements per 32 lanes; with 64 lanes half as many warps, or a program would exceed AMD's 1,024 threads.
-    return Launch(block, max(1, min(8, block // 512) * 32 // warp_lanes))
 
 
 def _power_of_two_from(number: int) -> int:

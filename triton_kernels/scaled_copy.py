@@ -7,7 +7,6 @@ error of 1 / num_items. Reads and writes each element once, needs no temporary a
 import torch
 from torch import Tensor
 
-from ._launch import runs_triton
 from ._rows import compute_dtype, row_slices
 
 
@@ -21,17 +20,13 @@ def scaled_copy(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: of the result.
     """
     result = torch.empty(source.shape, dtype=dtype, device=source.device)
-    if source.numel() == 0:
-        return result
-    if runs_triton(source) and factor.dtype != torch.float64:
-        from ._scaled_copy_kernel import launch_scaled_copy
-
-        launch_scaled_copy(source, factor, result)
-        return result
-    wide = compute_dtype(source.dtype)
+    wide = factor.reshape(1).to(compute_dtype(source.dtype))  # of one dimension, or the source's dtype would be taken
     flat_source, flat_result = source.view(-1), result.view(-1)
+    if source.is_cuda:  # one pass, which widens and rounds each element itself
+        torch.mul(flat_source, wide, out=flat_result)
+        return result
     for part in row_slices(source.numel(), 1):
-        flat_result[part] = flat_source[part].to(wide) * factor.to(wide)
+        flat_result[part] = flat_source[part] * wide
     return result
 
 

@@ -91,8 +91,8 @@ def adamw_8bit_configurations(_: int) -> Iterator[Configuration]:
 
 
 def loss_configurations(warp_lanes: int) -> Iterator[Configuration]:
-    """Of the loss and the pass that scales its gradients; vocabularies that share a launch share a line."""
-    from memwall.triton_kernels._configs import row_loss_launch, scaled_copy_launch
+    """Of the loss; vocabularies that share a launch share a line."""
+    from memwall.triton_kernels._configs import row_loss_launch
 
     for dtype in ("bf16", "fp16", "fp32"):
         for full in (False, True):
@@ -120,21 +120,6 @@ def loss_configurations(warp_lanes: int) -> Iterator[Configuration]:
                         aligned=("logits_ptr", "row_stride", *(("vocabulary",) if is_multiple else ())),
                         num_warps=launch.num_warps,
                     )
-        launch = scaled_copy_launch(warp_lanes)
-        for kind in ("even", "odd"):
-            yield Configuration(
-                name=f"scaled_copy-fp32-{dtype}-{launch.block}-{kind}",
-                kernel="scaled_copy_kernel",
-                signature={
-                    "source_ptr": "*fp32",
-                    "factor_ptr": "*fp32",
-                    "result_ptr": f"*{dtype}",
-                    "num_elements": "i64",
-                },
-                constants={"INTERPRETED": False, "BLOCK": launch.block},
-                aligned=("source_ptr", "result_ptr", *(("num_elements",) if kind == "even" else ())),
-                num_warps=launch.num_warps,
-            )
 
 
 def pack_configurations(warp_lanes: int) -> Iterator[Configuration]:

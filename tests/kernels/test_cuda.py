@@ -7,6 +7,7 @@ import torch
 from phantom_processes import is_phantom
 
 from memwall.triton_kernels import linear_cross_entropy
+from memwall.triton_kernels.scaled_copy import scaled_copy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.requires("triton")]
 
@@ -48,6 +49,19 @@ def test_a_graph_captures_it(problem: Any) -> None:
         step(x, w, target)
     graph.replay()
     assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_scaled_gradients_are_rounded_once(dtype: torch.dtype) -> None:
+    source, factor = torch.randn(5000, device="cuda"), torch.tensor(1.0 / 8191, device="cuda")
+    for values in (source, source.to(dtype)):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = scaled_copy(values, factor, dtype)
+        assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() > before
+        assert torch.equal(found, (values.float() * factor).to(dtype))
+        del found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

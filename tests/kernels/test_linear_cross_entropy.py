@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memwall.errors import UsageError
 from memwall.triton_kernels import linear_cross_entropy
+from memwall.triton_kernels.scaled_copy import scaled_copy
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -110,6 +111,17 @@ def test_gradient_of_the_gradient_is_an_error_not_a_number(losses: Any) -> None:
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         with pytest.raises(RuntimeError, match=r"scaled_copy|linear_cross_entropy"):
             gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("num_elements", [0, 1, 2047, 5000])
+def test_scaled_gradients_are_rounded_once(dtype: torch.dtype, num_elements: int, poisoned: None) -> None:
+    source = torch.randn(num_elements)
+    source[:1] = float("nan")
+    factor = torch.tensor(1.0 / 8191)
+    for values in (source, source.to(dtype)):
+        found = scaled_copy(values, factor, dtype)
+        torch.testing.assert_close(found, (values.float() * factor).to(dtype), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -47,7 +47,7 @@ def converted(tree: ast.AST, dtype: str) -> set[str]:
 
 
 def test_there_are_kernels_to_look_at() -> None:
-    assert {kernel.values[0].name for kernel in KERNELS} >= {"row_loss_kernel", "scaled_copy_kernel", "store_rounded"}
+    assert {kernel.values[0].name for kernel in KERNELS} >= {"row_loss_kernel", "store_rounded"}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import memwall.triton_kernels._scaled_copy_kernel as scaled_copy_module
 from memwall.triton_kernels import linear_cross_entropy
 from memwall.triton_kernels.linear_cross_entropy import _kernel as kernel_module
 from memwall.triton_kernels.linear_cross_entropy._reference import Rows, reference_row_loss
 from memwall.triton_kernels.linear_cross_entropy._terms import LossTerms
-from memwall.triton_kernels.scaled_copy import scaled_copy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SOURCE = Path(kernel_module.__file__)
@@ -116,17 +114,6 @@ def test_target_out_of_range_is_nan_and_read_nowhere(losses: Any) -> None:
     assert found.gradients["x"].isnan().all(1).nonzero().squeeze(1).tolist() == [3, 9]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_elements", [1, 2047, 5000])
-def test_scaled_copy(dtype: torch.dtype, num_elements: int, poisoned: None) -> None:
-    source = torch.randn(num_elements)
-    source[0] = float("nan")
-    factor = torch.tensor(1.0 / 8191)
-    for values in (source, source.to(dtype)):
-        found = scaled_copy(values, factor, dtype)
-        torch.testing.assert_close(found, (values.float() * factor).to(dtype), rtol=0.0, atol=0.0, equal_nan=True)
-
-
 def test_inputs_are_never_written(losses: Any) -> None:
     p = losses.make(with_bias=True)
     tensors = [p.x, p.w, p.target, p.bias]
@@ -158,18 +145,6 @@ def test_a_kernel_with_one_sign_flipped_fails(
     monkeypatch.setattr(kernel_module, "launch_row_loss", mutant(SOURCE, old, new).launch_row_loss)
     with pytest.raises(AssertionError):
         losses.check(p)
-
-
-def test_a_kernel_that_writes_its_input_is_caught(mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Path(scaled_copy_module.__file__)
-    wrong = mutant(source, "store_rounded(result_ptr", "store_rounded(source_ptr")
-    values = torch.randn(100)
-    before = values.clone()
-    scaled_copy(values, torch.tensor(2.0), torch.float32)
-    assert torch.equal(values, before)
-    monkeypatch.setattr(scaled_copy_module, "launch_scaled_copy", wrong.launch_scaled_copy)
-    scaled_copy(values, torch.tensor(2.0), torch.float32)
-    assert not torch.equal(values, before)
 
 
 FAR_ROWS = """
@@ -209,12 +184,11 @@ def test_rows_beyond_two_to_the_31_elements(tmp_path: Path, old: str, status: in
     launches.append("in the child")
 
 
-def test_forward_alone_computes_no_gradient(losses: Any, launches: list[str]) -> None:
+def test_forward_alone(losses: Any) -> None:
     p = losses.make(reduction="mean")
     expected = losses.truth(p).loss
     found = linear_cross_entropy(p.x, p.w, p.target, chunk_rows=8)
     assert abs(found - expected) < 1e-5
-    assert "launch_scaled_copy" not in launches
 
 
 def test_frozen_head(losses: Any) -> None:
