@@ -211,3 +211,41 @@ def test_what_is_overwritten_is_not_kept_where_a_call_without_a_backward_came_fi
     kept = {menu.op_names[number] for menu in menus for one in menu.treatments if one for number in one.kept_ops}
     assert any(norm in menu.op_names for menu in menus)
     assert norm not in kept
+
+
+class Looping(nn.Module):
+    """Finds what is largest again and again, as a search for far points does: results of a few bytes among others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        for _ in range(3):
+            y = torch.sin(y) * y.amax(1, keepdim=True)
+        return self.down(y)
+
+
+def test_results_of_a_few_bytes_are_not_kept_on_a_cpu() -> None:
+    """GIVEN results of 256 bytes that cost as much to make as large ones WHEN sets to keep are made THEN none has them.
+
+    Malloc, which has small tensors, puts them into the gaps that the next ones of the loop would have filled again.
+    """
+    trace = record(
+        Workload(
+            model=nn.Sequential(*(Looping(16) for _ in range(3))),
+            batch=torch.randn(64, 16),
+            loss=lambda model, batch: model(batch).square().mean(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ),
+        num_steps=1,
+    )
+    step = trace.steps[0]
+    ops = tuple(msgspec.structs.replace(op, seconds=1e-3) for op in step.ops)
+    model = StepModel(msgspec.structs.replace(step, ops=ops), trace.names, find_blocks(trace, step))
+    menus = build_menus(trace, model, Costs(copy_seconds_per_byte=0.0, min_bytes=1024))
+    kept = {menu.op_names[number] for menu in menus for one in menu.treatments if one for number in one.kept_ops}
+    assert all("aten.amax.default" in menu.op_names for menu in menus)
+    assert "aten.sin.default" in kept
+    assert "aten.amax.default" not in kept

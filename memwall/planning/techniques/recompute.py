@@ -17,6 +17,9 @@ from memwall.trace.records import COMPILED_CODE, ModuleCall, Trace
 # What the executor itself costs, measured on two cores with torch 2.13 (benchmarks/executor_cost.py, 2026-11-20).
 _CHECKPOINT_SECONDS = 650e-6  # one torch checkpoint of a block: frame, RNG state, hooks
 _SELECT_SECONDS_PER_OP = 40e-6  # one operation under selective checkpointing, forward and recomputation together
+# Smaller results are not kept on a CPU: malloc puts them into what larger tensors have just left, which the next of
+# these then have no place in. Of 514 of 100 bytes, kept from a loop over tensors of 48 KiB, the process grew by 22 MiB.
+_LEAST_KEPT_BYTES = 4 << 10
 # Selective points of a block: each makes the program slower to solve.
 _MOST_POINTS = 6
 
@@ -133,6 +136,8 @@ def _selective_points(model: StepModel, block: BlockCalls) -> list[tuple[int, ..
         if op < last_random and _is_random(model.names[record.name]):
             continue
         num_bytes = sum(step.storages[i].nbytes for i in fresh)
+        if step.storages[fresh[0]].device == "cpu" and num_bytes < _LEAST_KEPT_BYTES:
+            continue
         if num_bytes > 0 and record.seconds > 0:
             candidates.append((-record.seconds / num_bytes, number, num_bytes, record.seconds))
     candidates.sort()
