@@ -75,9 +75,6 @@ def advise(
 ) -> AllocatorAdvice:
     """Searches the settings for a run, with expandable segments and for runs that may not use them.
 
-    The device's memory does not bound the replays: what reserves least without retries needs none on a smaller device
-    either, and the figures of all settings stay comparable.
-
     Args:
         total_bytes: the device's whole memory.
         default_figures: those of torch's defaults, where they are known already.

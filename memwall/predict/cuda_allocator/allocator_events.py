@@ -72,10 +72,9 @@ def events_of_steps(steps: Sequence[Step], *, num_repeats: int = 2, standing: St
 
 
 def live_peak_bytes(trace: EventTrace) -> int:
-    """Returns the most bytes that live blocks take at once, each rounded to 512: no allocator can reserve less."""
-    held = () if trace.held is None else trace.held.blocks
-    size_of = {-1 - index: round_up(block.requested_bytes, MIN_BLOCK_BYTES) for index, block in enumerate(held)}
-    live = peak = sum(size_of.values())
+    """Returns the most bytes that blocks of the events take at once, each rounded to 512: no less can be reserved."""
+    size_of: dict[int, int] = {}
+    live = peak = 0
     for action, block, nbytes, _ in trace.events:
         if action == ALLOC:
             size_of[block] = size = round_up(nbytes, MIN_BLOCK_BYTES)
@@ -83,9 +82,6 @@ def live_peak_bytes(trace: EventTrace) -> int:
             peak = max(peak, live)
         elif action in (FREE, FREE_LATER):
             live -= size_of.pop(block)
-        elif action == COMPLETE:
-            # Nothing, but for blocks that waited before the first event.
-            live -= size_of.pop(block, 0)
     return peak
 
 

@@ -32,9 +32,6 @@ class Figures(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     reserved_peak_bytes: int
     allocated_peak_bytes: int
-    num_alloc_retries: int
-    num_steady_retries: int
-    """Retries after the first step."""
     num_steady_device_calls: int
     """Mallocs, frees, maps and unmaps after the first step: each costs time in every further step."""
     is_out_of_memory: bool
@@ -46,17 +43,15 @@ def replay(
     settings: AllocatorSettings,
     profile: VersionProfile,
     *,
-    capacity_bytes: int | None = None,
     total_bytes: int | None = None,
     addresses: Iterator[int] | None = None,
     empty_cache_at: Collection[str] = (),
     abort_above_bytes: int | None = None,
 ) -> Figures:
-    """Returns the figures of a run under these settings, up to the first request that fails.
+    """Returns the figures of a run under these settings with memory without end, up to the first impossible request.
 
     Args:
-        capacity_bytes: what the device can give to the allocator; None: without end.
-        total_bytes: the device's whole memory; default: the capacity.
+        total_bytes: the device's whole memory; what is reserved for expandable segments depends on it.
         addresses: where segments are placed; matters only where addresses decide ties.
         empty_cache_at: names of boundaries of the trace at which the cache is emptied.
         abort_above_bytes: reserved memory from which on the result is of no interest.
@@ -64,22 +59,16 @@ def replay(
     Raises:
         PeakExceeded: reserved memory went above `abort_above_bytes`.
     """
-    device = CudaAllocator(
-        settings,
-        profile,
-        capacity_bytes=capacity_bytes,
-        total_bytes=total_bytes,
-        addresses=addresses,
-    )
+    device = CudaAllocator(settings, profile, total_bytes=total_bytes, addresses=addresses)
     device.abort_above_bytes = abort_above_bytes
     emptied = {position for name, position in trace.boundaries if name in empty_cache_at}
     stops = sorted(emptied | {0, trace.steady_from, len(trace.events)})
-    playback = Playback(device, trace.held)
-    warm_retries = warm_calls = 0
+    playback = Playback(device)
+    warm_calls = 0
     is_complete = True
     for start, end in zip(stops, stops[1:] + stops[-1:], strict=True):
         if start == trace.steady_from:
-            warm_retries, warm_calls = device.num_alloc_retries, device.num_device_calls
+            warm_calls = device.num_device_calls
         if start in emptied:
             device.empty_cache()
         is_complete = playback.run(trace.events[start:end])
@@ -89,8 +78,6 @@ def replay(
     return Figures(
         reserved_peak_bytes=device.reserved_peak_bytes,
         allocated_peak_bytes=device.allocated_peak_bytes,
-        num_alloc_retries=device.num_alloc_retries,
-        num_steady_retries=device.num_alloc_retries - warm_retries if reached_steady else 0,
         num_steady_device_calls=device.num_device_calls - warm_calls if reached_steady else 0,
         is_out_of_memory=not is_complete,
     )

@@ -54,34 +54,17 @@ class _Candidate(Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[int, ...]:
-        """Orders by failure, retries once warm, bytes reserved, device calls, bytes in blocks; less is better."""
+        """Orders by bytes reserved, device calls, bytes in blocks; less is better."""
         figures = self.figures
-        return (
-            figures.is_out_of_memory,
-            figures.num_steady_retries,
-            figures.reserved_peak_bytes,
-            figures.num_steady_device_calls,
-            figures.allocated_peak_bytes,
-        )
-
-    @property
-    def is_feasible(self) -> bool:
-        return not self.figures.is_out_of_memory and self.figures.num_steady_retries == 0
+        return (figures.reserved_peak_bytes, figures.num_steady_device_calls, figures.allocated_peak_bytes)
 
 
 class _Search:
     """Replays the events on the device, and counts how often."""
 
-    def __init__(
-        self,
-        trace: EventTrace,
-        profile: VersionProfile,
-        capacity_bytes: int | None,
-        total_bytes: int | None,
-    ) -> None:
+    def __init__(self, trace: EventTrace, profile: VersionProfile, total_bytes: int | None) -> None:
         self.trace = trace
         self.profile = profile
-        self.capacity_bytes = capacity_bytes
         self.total_bytes = total_bytes
         self.num_tried = 0
 
@@ -99,7 +82,6 @@ class _Search:
             self.trace,
             settings,
             self.profile,
-            capacity_bytes=self.capacity_bytes,
             total_bytes=self.total_bytes,
             addresses=addresses,
             empty_cache_at=empty_cache_at,
@@ -110,7 +92,7 @@ class _Search:
     def best(self, incumbent: _Candidate, others: Sequence[AllocatorSettings]) -> _Candidate:
         """Returns the best of the incumbent and these; equal ones lose to what came before."""
         for settings in others:
-            bound = incumbent.figures.reserved_peak_bytes if incumbent.is_feasible else None
+            bound = incumbent.figures.reserved_peak_bytes
             try:
                 found = self.run(settings, incumbent.empty_cache_at, abort_above_bytes=bound)
             except PeakExceeded:
@@ -124,16 +106,17 @@ def search_settings(
     trace: EventTrace,
     torch_version: str,
     *,
-    capacity_bytes: int | None = None,
     total_bytes: int | None = None,
     no_expandable_because: str = "",
     default_figures: Figures | None = None,
 ) -> AllocatorChoice:
-    """Finds the settings with the least peak of reserved memory and no retries once warm, then the fewest device calls.
+    """Finds the settings with the least peak of reserved memory, then the fewest device calls.
+
+    The device's memory does not bound the replays: what reserves least without retries needs none on a smaller device
+    either, and the figures of all settings stay comparable.
 
     Args:
-        capacity_bytes: what the device can give to the allocator: its memory less context and libraries.
-        total_bytes: the device's whole memory, if `capacity_bytes` is less.
+        total_bytes: the device's whole memory.
         no_expandable_because: why expandable segments are out of the question here, such as tensors that are shared
             over CUDA IPC, custom all-reduce or NCCL in captured graphs, or an affected ROCm device; "" if they are not.
         default_figures: those of torch's defaults, where the same events were replayed on such a device already.
@@ -143,19 +126,14 @@ def search_settings(
     """
     profile, note = profile_for(torch_version)
     notes = [note] if note else []
-    search = _Search(trace, profile, capacity_bytes, total_bytes)
+    search = _Search(trace, profile, total_bytes)
     default = search.run(AllocatorSettings(), known=default_figures)
     best = default
     if no_expandable_because:
         notes.append(f"expandable segments were not tried: {no_expandable_because}")
     else:
         best = search.best(best, _expandable_settings())
-    if trace.held is None:
-        best = search.best(best, _split_settings(trace))
-    else:
-        notes.append(
-            "max_split_size_mb was not tried: what it would have done to the memory held at the beginning is not known"
-        )
+    best = search.best(best, _split_settings(trace))
     if _sizes_vary(trace) and not best.settings.expandable_segments:
         best = _descend_divisions(search, best)
     best = _empty_cache(search, best)
@@ -250,12 +228,8 @@ def _empty_cache(search: _Search, best: _Candidate) -> _Candidate:
     names = dict.fromkeys(name for name, _ in search.trace.boundaries)
     for name in names:
         found = search.run(best.settings, (*best.empty_cache_at, name))
-        if found.figures.num_steady_retries > best.figures.num_steady_retries:
-            continue
         saved_bytes = best.figures.reserved_peak_bytes - found.figures.reserved_peak_bytes
-        is_cured = best.figures.is_out_of_memory and not found.figures.is_out_of_memory
-        is_fluent = found.is_feasible and not best.is_feasible
-        if is_cured or is_fluent or saved_bytes > _MIN_EMPTY_CACHE_GAIN * best.figures.reserved_peak_bytes:
+        if saved_bytes > _MIN_EMPTY_CACHE_GAIN * best.figures.reserved_peak_bytes:
             best = found
     return best
 

@@ -21,6 +21,7 @@ from memwall.predict.cuda_allocator.allocator_events import (
 )
 from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.event_replay import Figures, Playback, replay
+from memwall.predict.cuda_allocator.rounding import MAX_REQUEST_BYTES
 from memwall.predict.cuda_allocator.settings_search import search_settings
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.state import PeakExceeded
@@ -148,23 +149,21 @@ def free(block: int) -> Event:
 
 def test_figures_of_a_replay() -> None:
     trace = events(alloc(1, 11), free(1), alloc(2, 25), free(2), alloc(3, 11), steps=(0, 2))
-    figures = replay(trace, DEFAULT, PROFILE, capacity_bytes=30 * MIB)
-    assert (figures.reserved_peak_bytes, figures.allocated_peak_bytes) == (26 * MIB, 26 * MIB)
-    assert (figures.num_alloc_retries, figures.num_steady_retries) == (1, 1)
-    assert (figures.num_steady_device_calls, figures.is_out_of_memory) == (2, False)
-    assert replay(trace, DEFAULT, PROFILE, capacity_bytes=30 * MIB) == figures
+    figures = replay(trace, DEFAULT, PROFILE)
+    assert (figures.reserved_peak_bytes, figures.allocated_peak_bytes) == (38 * MIB, 26 * MIB)
+    assert (figures.num_steady_device_calls, figures.is_out_of_memory) == (1, False)
+    assert replay(trace, DEFAULT, PROFILE) == figures
 
 
 def test_what_happens_in_the_first_step_is_not_counted_as_steady() -> None:
     trace = events(alloc(1, 60), free(1), alloc(2, 80), free(2), alloc(3, 80), steps=(0, 4))
-    figures = replay(trace, DEFAULT, PROFILE, capacity_bytes=100 * MIB)
-    assert (figures.num_alloc_retries, figures.num_steady_retries) == (1, 0)
-    assert figures.num_steady_device_calls == 0
+    figures = replay(trace, DEFAULT, PROFILE)
+    assert (figures.reserved_peak_bytes, figures.num_steady_device_calls) == (140 * MIB, 0)
 
 
 def test_the_figures_end_where_memory_does() -> None:
-    trace = events(alloc(1, 30), alloc(2, 90), alloc(3, 1))
-    figures = replay(trace, DEFAULT, PROFILE, capacity_bytes=100 * MIB)
+    trace = events(alloc(1, 30), alloc(2, MAX_REQUEST_BYTES / MIB), alloc(3, 1))
+    figures = replay(trace, DEFAULT, PROFILE)
     assert (figures.is_out_of_memory, figures.allocated_peak_bytes) == (True, 30 * MIB)
 
 
@@ -290,25 +289,6 @@ def test_the_dangerous_pair_is_never_chosen() -> None:
         choice = search_settings(varying_steps(), "2.13.0", no_expandable_because=reason)
         settings = choice.settings
         assert not (settings.expandable_segments and settings.max_split_bytes is not None)
-
-
-def test_a_setting_without_failures_beats_one_that_reserves_less() -> None:
-    trace = varying_steps()
-    capacity_bytes = int(live_peak_bytes(trace) * 1.05)
-    choice = search_settings(trace, "2.13.0", capacity_bytes=capacity_bytes)
-    assert choice.default_figures.num_steady_retries > 0
-    assert (choice.figures.num_steady_retries, not choice.figures.is_out_of_memory) == (0, True)
-    assert choice.figures.reserved_peak_bytes <= capacity_bytes
-
-
-def test_no_retries_come_before_fewer_bytes_and_calls() -> None:
-    # Each block is larger than all before it, so that nothing cached ever fits.
-    items = [item for block in range(12) for item in (alloc(block, 60 + 3 * block), free(block))]
-    trace = events(*items, steps=(0, 8, 16))
-    choice = search_settings(trace, "2.13.0", capacity_bytes=100 * MIB)
-    assert choice.default_figures.num_steady_retries > 0
-    assert choice.figures.num_steady_retries == 0
-    assert choice.figures.reserved_peak_bytes > choice.default_figures.reserved_peak_bytes
 
 
 def test_the_cache_is_emptied_only_where_that_pays() -> None:

@@ -8,12 +8,10 @@ from memwall.errors import UsageError
 from memwall.predict.cuda_allocator.allocator_events import (
     ALLOC,
     COMPLETE,
-    EventTrace,
-    live_peak_bytes,
 )
 from memwall.predict.cuda_allocator.allocator_events import FREE as FREED
 from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
-from memwall.predict.cuda_allocator.event_replay import Playback, replay
+from memwall.predict.cuda_allocator.event_replay import Playback
 from memwall.predict.cuda_allocator.held_blocks import Held, Range, UsedBlock
 from memwall.predict.cuda_allocator.held_memory import load
 from memwall.predict.cuda_allocator.memory_blocks import FREE, PENDING, USED
@@ -147,9 +145,7 @@ def test_what_contradicts_itself_is_an_error(blocks: list[tuple[int, int]], mess
         load(device(), held([(0, 60)], blocks))
 
 
-def test_a_replay_and_the_lower_bound_begin_with_what_is_held() -> None:
-    memory = held([(0, 60), (100, 40)], [(0, 60)])
-    trace = EventTrace(events=((FREED, -1, 0, 0), (ALLOC, 1, 90 * MIB, 0)), steps=(0,), held=memory)
-    figures = replay(trace, AllocatorSettings(), PROFILE)
-    assert figures.reserved_peak_bytes == 190 * MIB
-    assert live_peak_bytes(trace) == 90 * MIB
+def test_a_playback_begins_with_what_is_held() -> None:
+    simulated = device()
+    assert Playback(simulated, held([(0, 60), (100, 40)], [(0, 60)])).run([(FREED, -1, 0, 0), (ALLOC, 1, 90 * MIB, 0)])
+    assert simulated.reserved_peak_bytes == 190 * MIB
