@@ -52,13 +52,7 @@ class LightningCallback(_base()):  # type: ignore[misc]
     However training ends, the module is given back. What runs out of memory ends in `memwall.OutOfMemoryError`.
 
     Args:
-        budget: what the process may use: a size, or a percentage of the module's device. Either this or `plan`. Ranks
-            that a launcher started on one host have equal parts of a CPU's memory limit.
-        plan: a plan made for this module.
-        disk: directory for bytes that leave memory; the system's temporary directory by default.
-        no_disk: whether no plan may write there; the first step alone, which is recorded, moves tensors there once.
-        allow: what may be done that is not bit-exact: words of --allow, or one of its modes, "exact",
-            "balanced" or "smallest"; `memwall plan --allow help` lists all.
+        budget, plan, disk, no_disk, allow: as `memwall.fit` takes them.
     """
 
     def __init__(

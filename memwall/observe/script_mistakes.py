@@ -29,7 +29,7 @@ def mistakes_in(path: Path) -> tuple[Mistake, ...]:
 
 
 def _batch_of_a_device(source: ScriptSource) -> Iterator[Mistake]:
-    if _has_keyword(source, "Accelerator", "split_batches", True):
+    if any(_is_true(keywords_of(call).get("split_batches")) for call in source.called("Accelerator")):
         return
     for call in source.calls:
         for keyword in call.keywords:
@@ -269,11 +269,6 @@ _ZERO_BUBBLE = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "Sched
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 _FROZEN = ("get_peft_model", "peft_config", "LoraConfig", "requires_grad_", "requires_grad")
 _COUNTS = ("over_ranks", "num_items_in_batch", "num_tokens")
-
-
-def _has_keyword(source: ScriptSource, function: str, keyword: str, value: bool) -> bool:
-    found = (keywords_of(call).get(keyword) for call in source.called(function))
-    return any(isinstance(one, ast.Constant) and one.value is value for one in found)
 
 
 def _is_constant(node: ast.AST | None, *values: object) -> bool:

@@ -5,7 +5,7 @@ Counter tracks show bytes, slices show phases, modules and operations. Format: "
 known a microsecond stands for one operation, and the file says so.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,15 @@ def _module_slices(trace: Trace, step: Step, clock_us: NDArray[np.float64], pid:
         spans.append((call.start, call.end, name))
         spans.append((call.backward_start, call.backward_end, f"{name} (backward)"))
     placed = ((clock_us[begin], clock_us[end], name) for begin, end, name in spans if 0 <= begin < end)
-    yield from _nested_slices(placed, "module", "modules", pid, _MODULES)
+    # Slices that lie inside each other are on one track; those that only overlap go to a further one.
+    lanes: list[list[float]] = []
+    for begin_us, end_us, name in sorted(placed, key=lambda span: (span[0], -span[1], span[2])):
+        lane = _free_lane(lanes, begin_us, end_us)
+        if lane == len(lanes):
+            lanes.append([])
+            yield _name("thread_name", pid, _MODULES + lane, "modules" if lane == 0 else f"modules ({lane + 1})")
+        lanes[lane].append(end_us)
+        yield _slice(name, "module", begin_us, end_us, pid, _MODULES + lane)
 
 
 def _op_slices(trace: Trace, step: Step, clock_us: NDArray[np.float64], pid: int) -> Iterator[_Json]:
@@ -99,20 +107,6 @@ def _about_trace(trace: Trace) -> _Json:
         "microsecond": "measured time of the operations alone" if has_times else "one operation: no times are known",
         "base_bytes": trace.base_bytes,
     }
-
-
-def _nested_slices(
-    spans: Iterable[tuple[float, float, str]], kind: str, thread: str, pid: int, first_tid: int
-) -> Iterator[_Json]:
-    """Slices that lie inside each other on one track; those that only overlap go to a further track."""
-    lanes: list[list[float]] = []
-    for begin, end, name in sorted(spans, key=lambda span: (span[0], -span[1], span[2])):
-        lane = _free_lane(lanes, begin, end)
-        if lane == len(lanes):
-            lanes.append([])
-            yield _name("thread_name", pid, first_tid + lane, thread if lane == 0 else f"{thread} ({lane + 1})")
-        lanes[lane].append(end)
-        yield _slice(name, kind, begin, end, pid, first_tid + lane)
 
 
 def _free_lane(lanes: list[list[float]], begin: float, end: float) -> int:

@@ -45,6 +45,7 @@ def fit(
             rest. Of several the state stays in memory, and so do parameters.
         budget: what the process may use: a size, or a percentage of the model's device. Either this or `plan`. Ranks
             that a launcher started on one host have equal parts of a CPU's memory limit.
+        plan: a plan made for this model.
         disk: directory for bytes that leave memory; the system's temporary directory by default.
         no_disk: whether no plan may write there; the first step alone, which is recorded, moves tensors there once.
         allow: what may be done that is not bit-exact: words of --allow, or one of its modes, "exact",
