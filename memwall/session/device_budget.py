@@ -107,6 +107,15 @@ class DeviceBudget:
         if self._num_steps == _NUM_FIRST_STEPS and self._limit.has_yielded:
             self._limit.hold(self._limit.place, self._limit_bytes)
 
+    def saving_begins(self) -> None:
+        """Gives back what the last step has left free: copies of a state dict that stay get segments of their own then.
+
+        In pieces of what steps need they would take what these are foreseen to find.
+        """
+        if self._limit.place is not None:
+            self._num_steps_to_watch = max(1, self._num_steps_to_watch)
+            torch.cuda.empty_cache()
+
     def watch_step(self, *, can_be_redone: bool) -> None:
         """Has the limit give way in a step that may not fit, unless that is done again under a plan that needs less.
 

@@ -315,6 +315,7 @@ class Steps:
         self.measured.note_peak()
         if not self._room.is_saved_in_turn():
             self._make_room()
+            self.live.in_effect.device_budget.saving_begins()
 
     def array_begins(self, tensor: Tensor) -> None:
         """Makes room for copies of a weight: a digest's are numpy's, which the heap does not give way to."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 from torch import nn
 
+from memwall.predict.cuda_allocator.step_peaks import segment_bytes_of
 from memwall.predict.first_step import FirstStep
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
@@ -31,11 +32,13 @@ _MOST_CHARACTERS = 1_000_000
 
 def with_kept_weights(first: FirstStep, trace: Trace, model: nn.Module) -> FirstStep:
     """Returns what is known of a run, with the copy of its weights that it is going to keep where the model is."""
-    kept_at = line_that_keeps_weights(is_on_device=trace.device != "cpu")
+    is_on_device = trace.device != "cpu"
+    kept_at = line_that_keeps_weights(is_on_device=is_on_device)
     if not kept_at:
         return first
     with without_subclass_functions():  # to look at parameters on disk does not bring them in
-        kept_bytes = sum(local_part(each).nbytes for each in (*model.parameters(), *model.buffers()))
+        sizes = [local_part(each).nbytes for each in (*model.parameters(), *model.buffers())]
+    kept_bytes = segment_bytes_of(sizes) if is_on_device else sum(sizes)
     return msgspec.structs.replace(first, kept_bytes=kept_bytes, kept_at=kept_at)
 
 
