@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping
 
-from msgspec.structs import replace
-
 from memwall.machine.hardware import Hardware
 from memwall.planning.device_phases import SMALLER_EVALUATION, evaluation_with_metrics
 from memwall.planning.forecast import Forecast, PeakBytes
 from memwall.planning.one_recording.relaxations import Run, estimate_relaxations
 from memwall.predict.cuda.attention_calls import AttentionCalls, attention_calls
 from memwall.predict.cuda_allocator.advice import advise, setting_lines
-from memwall.predict.cuda_allocator.allocator_settings import AllocatorSettings, parse_settings
+from memwall.predict.cuda_allocator.allocator_settings import parse_settings
 from memwall.predict.curve import Peak, peak_of, step_seconds
 from memwall.predict.device import MARGIN_BASIS, DeviceModel
 from memwall.predict.host import HostBytes, host_bytes_of
@@ -20,7 +18,6 @@ from memwall.trace.steps import steady_step
 from memwall.trace.workload_facts import workload_facts
 from memwall.units import format_bytes
 
-_EXPANDABLE = AllocatorSettings(expandable_segments=True)
 _PLAN = "recompute or offload: memwall plan SPEC --device NAME --budget SIZE"
 
 
@@ -45,8 +42,6 @@ class Estimate(Forecast, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Attention calls of a step by the kernel they take."""
     attention_calls: tuple[AttentionCalls, ...]
     """The same by the module that makes them."""
-    expandable_reserved_bytes: int
-    """Bytes that the allocator would reserve with expandable_segments:True."""
     in_peak: Peak
     """Who holds the tensors at the highest point of the training steps, by category and by module."""
 
@@ -106,7 +101,6 @@ def estimate(
     reserved_bytes = _reserved(peaks)
     process_bytes = context_bytes + reserved_bytes
     margin = model.margin_bytes(process_bytes)
-    expandable_bytes = _reserved(simulated(replace(run, settings=_EXPANDABLE)) or {})
     peak_phase = max(peaks, key=lambda name: peaks[name].reserved_bytes)
     fits = process_bytes + margin <= budget_bytes
     host = host_bytes_of(steady)
@@ -166,7 +160,6 @@ def estimate(
             for kernel in sorted({calls.kernel for calls in attention})
         },
         attention_calls=attention,
-        expandable_reserved_bytes=expandable_bytes,
         in_peak=max((peak_of(trace, step) for step in (trace.steps[0], steady)), key=lambda peak: peak.live_bytes),
     )
 

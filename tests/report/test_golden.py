@@ -102,7 +102,6 @@ def estimate(plan: Plan, trace: Trace) -> Estimate:
         context_bytes=(GIB // 2, 2 * GIB),
         attention_kernels={"flash": 12},
         attention_calls=(),
-        expandable_reserved_bytes=42 * GIB,
         in_peak=peak_of(trace, trace.steps[1]),
     )
 
