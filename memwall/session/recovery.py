@@ -25,6 +25,9 @@ from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
+_OF_TENSORS = "the script has come to keep %s of tensors"
+_BESIDE_TENSORS = "the process has come to hold %s more beside tensors"
+
 
 class Recovery:
     """Watches the steps of one session, and changes its plan where they need more."""
@@ -33,8 +36,8 @@ class Recovery:
         self._live, self._borders, self._measured = live, borders, measured
         self._excess_bytes = 0
         """Bytes by which the last step under the plan exceeded what the plan promised, the budget being near."""
-        self._is_kept = False
-        """Whether that is what the loop has come to hold since, and no step took it yet."""
+        self._kept = ""
+        """Says what the loop has come to hold since, where that is the excess, and no step took it yet."""
         self._ended_bytes = 0
         """Says what was held at most when the last step under the plan had ended."""
         self._can_plan_again = True
@@ -64,17 +67,19 @@ class Recovery:
         if is_told or plan is None or not is_theirs or _is_near_budget(plan, peak_bytes):
             self._can_plan_again &= measured.meter.reset_peak()
 
-    def note_kept(self, kept_bytes: int) -> None:
-        """Notes tensors that the loop has come to hold since the last step, so that the next one is planned with them.
+    def note_kept(self, kept_bytes: int, risen_bytes: int) -> None:
+        """Notes what the loop has come to hold since the last steps, so that the next one is planned with it.
 
         Args:
-            kept_bytes: what no plan has room for yet.
+            kept_bytes: tensors that no plan has room for yet.
+            risen_bytes: what is no tensor, and would leave a step less than half of its margin.
         """
         plan = self._live.plan
-        if kept_bytes and plan is not None and self._live.trace is not None and self._can_plan_again:
-            excess = excess_bytes(plan, _foreseen_bytes(plan) + kept_bytes)
-            if excess > self._excess_bytes:
-                self._excess_bytes, self._is_kept = excess, True
+        if plan is not None and self._live.trace is not None and self._can_plan_again:
+            kept_bytes = excess_bytes(plan, _foreseen_bytes(plan) + kept_bytes) if kept_bytes else 0
+            for excess, kept in ((kept_bytes, _OF_TENSORS), (risen_bytes, _BESIDE_TENSORS)):
+                if excess > self._excess_bytes:
+                    self._excess_bytes, self._kept = excess, kept
 
     def end_step(self, peak_bytes: int) -> None:
         """Notes what a step under the plan held at most."""
@@ -83,7 +88,7 @@ class Recovery:
             excess = excess_bytes(self._live.plan, peak_bytes)
             # While a rank has no more batches, the most of the steps meanwhile is kept.
             if excess > self._excess_bytes and not self._live.in_effect.device_budget.is_kept:
-                self._excess_bytes, self._is_kept = excess, False
+                self._excess_bytes, self._kept = excess, ""
 
     def forget_excess(self) -> None:
         """Forgets what the last step took too much: the plan that it ran under is no more."""
@@ -142,18 +147,20 @@ class Recovery:
         if self._live.ranks is not None and not self._live.ranks.have_inputs:
             return
         excess, self._excess_bytes = self._excess_bytes, 0
-        is_kept, self._is_kept = self._is_kept, False
-        what = "the script has come to keep %s of tensors" if is_kept else "a step used %s more than foreseen"
+        kept, self._kept = self._kept, ""
+        what = kept or "a step used %s more than foreseen"
         shortage, self._shortage = self._shortage, None
         if shortage is not None and self._live.ranks is None and self._live.trace is not None:
             self._change_to_less(shortage)
             return
         if not excess:
             return
-        is_explained = self._live.note_lost() and not is_kept
+        is_explained = self._live.note_lost() and not kept
         try:
             revision = self._live.revised(charged_bytes=0 if is_explained else excess)
         except InfeasibleError as error:
+            if kept == _BESIDE_TENSORS:  # part of a margin is left
+                return
             _log.warning(
                 f"{what}, and no plan makes up for it, so the run goes on with this one: %s",
                 format_bytes(excess),

@@ -26,6 +26,7 @@ from memwall.session.refusals import check_not_captured
 from memwall.session.step_borders import StepBorders
 from memwall.session.step_clock import StepClock
 from memwall.session.unseen_steps import UnseenSteps
+from memwall.session.watch.beside_tensors import BesideTensors
 from memwall.session.watch.budget_watch import BudgetWatch, place_of
 from memwall.session.watch.growth import GrowthWatch
 from memwall.session.watch.kept_tensors import KeptTensors
@@ -74,6 +75,7 @@ class Steps:
             disk=lambda: self.live.in_effect.disk,
         )
         self._kept = KeptTensors(lambda: self.live.settings.first_step)
+        self._beside = BesideTensors(self.live.in_effect.allocator)
         self._peak_bytes: int | None = None
         """Keeps the most that was held when the present forward began; None where that is to be read anew."""
         self._unseen = UnseenSteps(
@@ -328,7 +330,8 @@ class Steps:
         num_changes = self.live.in_effect.num_changes
         come_bytes = self._kept.begin_step(self.live.in_effect.allocator.live_bytes, num_changes)
         if not self._changes.is_longer:  # of that batch one step is recorded, and everything counted anew
-            self.recovery.note_kept(come_bytes)
+            risen_bytes = self._beside.begin_step(self.live.plan, num_changes) if self.live.ranks is None else 0
+            self.recovery.note_kept(come_bytes, risen_bytes)
         device = self._changes.layers.device
         try:
             self._find_plan(device)

@@ -139,6 +139,11 @@ class AllocatorHandler:
         return self._heap is not None and self._limit_bytes > 0
 
     @property
+    def others_bytes(self) -> int:
+        """Counts what the process holds beside the heap now, which there is."""
+        return self._present_others_bytes()
+
+    @property
     def live_bytes(self) -> int:
         """Counts the bytes of tensors in the heap; 0 where there is none."""
         return 0 if self._heap is None else self._heap.figures().live_bytes
