@@ -1,90 +1,16 @@
-"""Large snapshots are read as a stream: what is in memory is what is kept of them, however long their stacks are."""
+"""What is wrong in a snapshot is named with its place, and what is the same again and again is not unrolled."""
 
-import gc
 import pickle
-import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_history import BASE, MIB, History, frame
+from cuda_history import frame
 
 from memwall.errors import TraceError
-from memwall.trace.snapshot import read as snapshot
 from memwall.trace.snapshot.read import load_snapshot
 
-FRAMES = [frame(f"/home/me/part{k % 50}.py", k, "forward") for k in range(600)]
-
-
-def events(num_events: int, num_frames: int) -> Iterator[dict[str, Any]]:
-    """As torch writes them: each allocation has a list of its own, of frames that all of them share."""
-    for k in range(num_events // 2):
-        first = k % 50
-        common = {"addr": BASE + k % 499 * MIB, "size": 1000 + k % 97 * 512, "stream": 0}
-        for action in ("alloc", "free_completed"):
-            stack = FRAMES[first : first + num_frames]
-            yield {"action": action, **common, "time_us": 10**15 + k, "pool_id": (0, 0), "frames": stack}
-
-
-def write(file: Path, num_events: int, num_frames: int) -> int:
-    value = {"segments": [], "device_traces": [list(events(num_events, num_frames))], "allocator_settings": {}}
-    file.write_bytes(pickle.dumps(value))
-    return file.stat().st_size
-
-
-def peak_and_kept_bytes(file: Path) -> tuple[int, int]:
-    gc.collect()
-    tracemalloc.start()
-    try:
-        loaded = load_snapshot(file)
-        kept_bytes, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert loaded.traces[0]
-    return peak_bytes, kept_bytes
-
-
-@pytest.mark.slow
-def test_memory_grows_with_the_records_kept_and_not_with_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """GIVEN files of two lengths and two depths of stacks THEN an event takes what its record does, and little more."""
-    monkeypatch.setattr("memwall.trace.snapshot.restricted_pickle._WINDOW_BYTES", 1 << 16)
-    file = tmp_path / "s.pickle"
-    per_event = {}
-    for num_frames in (4, 160):
-        sizes = [(write(file, num_events, num_frames), *peak_and_kept_bytes(file)) for num_events in (300, 800)]
-        per_event[num_frames] = [(large - small) / 500 for small, large in zip(*sizes, strict=True)]
-    file_bytes, peak_bytes, kept_bytes = per_event[160]
-    assert file_bytes > 8 * per_event[4][0]
-    assert kept_bytes < 1.05 * per_event[4][2] < 250
-    assert peak_bytes < 1.5 * kept_bytes
-
-
-def test_the_stream_gives_what_the_whole_file_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GIVEN blocks and events that share stacks, unknown actions and missing ones THEN nothing differs."""
-    history = History()
-    history.segment(0, 20 * MIB)
-    shared = [FRAMES[3], FRAMES[4]]
-    history.alloc(0, 8 * MIB, 8 * MIB, shared)
-    history.alloc(8 * MIB, 4 * MIB, 4 * MIB, [FRAMES[3], dict(FRAMES[4])], "activation")
-    history.free(0)
-    value = history.snapshot()
-    value["device_traces"][0] += [
-        {"action": "from_the_future", "size": 1, "frames": shared},
-        {"action": "snapshot", "size": 7},
-        {"action": "alloc", "addr": BASE, "size": 3, "frames": (FRAMES[5],)},
-        {"action": "alloc", "addr": BASE, "size": 3, "frames": None},
-    ]
-    file = tmp_path / "s.pickle"
-    for protocol in (2, 4, 5):
-        file.write_bytes(pickle.dumps(value, protocol))
-        streamed = load_snapshot(file)
-        with monkeypatch.context() as patch:
-            patch.setattr(snapshot._Importer, "compact", lambda self, fields: None)
-            assert streamed == load_snapshot(file)
-        assert streamed.unknown_actions == ("from_the_future",)
+FRAMES = [frame("/home/me/part.py", 7, "forward")]
 
 
 @pytest.mark.parametrize(

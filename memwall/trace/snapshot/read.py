@@ -3,17 +3,11 @@
 Fields that this version does not know are passed over, because torch adds some with almost every release; those it
 needs are checked, and an error names the place inside the file. Versions differ in what they write: `pool_id`,
 `frames` and `requested_size` may be missing.
-
-Snapshots of a gigabyte exist, so an event becomes a record as soon as its dict has been read, and its stack a number:
-what is in memory is what is kept. A dict that is not valid stays one until all is read, when its place can be named.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast, get_args
-
-from msgspec import Struct
 
 from memwall.errors import TraceError
 from memwall.trace.snapshot.records import (
@@ -25,7 +19,7 @@ from memwall.trace.snapshot.records import (
     SnapshotBlock,
     SnapshotSegment,
 )
-from memwall.trace.snapshot.restricted_pickle import DEFAULT_MEMORY_LIMIT_BYTES, Compacted, read_plain_pickle
+from memwall.trace.snapshot.restricted_pickle import DEFAULT_MEMORY_LIMIT_BYTES, read_plain_pickle
 
 _ACTIONS = frozenset(get_args(Action))
 _STATES: dict[object, BlockState] = {
@@ -51,18 +45,8 @@ def load_snapshot(path: Path, *, memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_
         TraceError: no such file, cut short, no snapshot, hostile, or too large; the message says which and where.
     """
     importer = _Importer(path)
-    plain = read_plain_pickle(path, memory_limit_bytes=memory_limit_bytes, compact=importer.compact)
+    plain = read_plain_pickle(path, memory_limit_bytes=memory_limit_bytes)
     return importer.snapshot(plain.value, plain.num_opcodes)
-
-
-class _Stack(Struct, frozen=True):
-    """Stands for a list of frames that has become a number."""
-
-    number: int
-
-
-_LEFT_OUT = _Stack(-1)
-"""Stands for an event that this version does not know."""
 
 
 class _Importer:
@@ -78,34 +62,6 @@ class _Importer:
         self._stack_of_list: dict[int, tuple[object, int]] = {}
         self._frame_of_dict: dict[int, tuple[object, Frame]] = {}
         self._unknown_actions: set[str] = set()
-
-    def compact(self, fields: dict[object, object]) -> Compacted | None:
-        """Turns a frame or an event into its record while the file is being read; None for what has to stay."""
-        try:
-            if "action" in fields or "state" in fields:
-                return self._compact_stack(fields)
-            if "filename" in fields and "name" in fields:
-                self._values_left = 1
-                return Compacted(self._new_frame(fields, ""))
-        except TraceError:
-            pass  # met again, with its place, once all is read
-        return None
-
-    def _compact_stack(self, fields: dict[object, object]) -> Compacted | None:
-        """Makes its frames a number: torch writes one list for everything that was allocated at one place."""
-        frames = fields.get("frames")
-        stack = None
-        if isinstance(frames, list):
-            self._values_left = len(frames)
-            stack = fields["frames"] = _Stack(self._number_of(frames, ""))
-        elif not isinstance(frames, _Stack | None):
-            return None
-        record: object = fields
-        if "action" in fields:
-            self._values_left = 1
-            with suppress(TraceError):
-                record = self._event(fields, "") or _LEFT_OUT
-        return Compacted(record, frames if isinstance(frames, list) else None, stack)
 
     def snapshot(self, root: object, most_values: int) -> Snapshot:
         self._values_left = most_values
@@ -169,9 +125,6 @@ class _Importer:
                 yield event
 
     def _event(self, value: object, at: str) -> Event | None:
-        if isinstance(value, Event) or value is _LEFT_OUT:
-            self._count(at)
-            return value if isinstance(value, Event) else None
         fields = self._fields(value, at)
         action = fields.get("action")
         if not isinstance(action, str):
@@ -197,35 +150,21 @@ class _Importer:
     def _stack(self, value: object, at: str) -> int:
         if value is None:
             return 0
-        if isinstance(value, _Stack) and value is not _LEFT_OUT:
-            return value.number
         known = self._stack_of_list.get(id(value))
         if known is not None:
             return known[1]
-        stack = self._number_of(value, at)
-        self._stack_of_list[id(value)] = (value, stack)
-        return stack
-
-    def _number_of(self, value: object, at: str) -> int:
         if not isinstance(value, list | tuple):
             raise self._error(at, "a list", _shown(value))
-        if set(map(type, value)) == {Frame}:
-            return self._stacks.setdefault(tuple(cast(list[Frame], value)), len(self._stacks))
         seen = self._frame_of_dict
         frames = tuple(
             seen[id(item)][1] if id(item) in seen else self._frame(item, f"{at}[{index}]")
             for index, item in enumerate(value)
         )
-        return self._stacks.setdefault(frames, len(self._stacks))
+        stack = self._stacks.setdefault(frames, len(self._stacks))
+        self._stack_of_list[id(value)] = (value, stack)
+        return stack
 
     def _frame(self, value: object, at: str) -> Frame:
-        if isinstance(value, Frame):
-            return value
-        frame = self._new_frame(value, at)
-        self._frame_of_dict[id(value)] = (value, frame)
-        return frame
-
-    def _new_frame(self, value: object, at: str) -> Frame:
         fields = self._fields(value, at)
         texts = [fields.get(key, "") for key in ("filename", "name")]
         for key, text in zip(("filename", "name"), texts, strict=True):
@@ -233,7 +172,9 @@ class _Importer:
                 raise self._error(f"{at}.{key}", "a text", _shown(text))
         line = self._integer(fields, "line", at, missing=0, least=-_LARGEST_BYTES)
         frame = Frame(_printable(cast(str, texts[0])), line, _printable(cast(str, texts[1])))
-        return self._frames.setdefault(frame, frame)
+        frame = self._frames.setdefault(frame, frame)
+        self._frame_of_dict[id(value)] = (value, frame)
+        return frame
 
     def _settings(self, value: object) -> dict[str, str]:
         settings = {}

@@ -25,8 +25,6 @@ _MOST_MARKS = 100
 # Pickle adds elements by the thousand, so honest files keep far fewer.
 _MOST_WAITING = 1 << 22
 _LONGEST_INTEGER_BYTES = 16
-# Containers whose place in the memo is known; those being filled are few, a thousand per level.
-_MOST_SLOTS = 1 << 16
 _PROTO = 0x80
 # Stacks are lists of references to frames, so most of a large file are these.
 _LONG_GETS = re.compile(rb"(?:j.{4})+", re.DOTALL)
@@ -48,42 +46,24 @@ class PlainPickle(Struct, frozen=True):
     """Instructions the file consists of: no honest file holds more values than that."""
 
 
-class Compacted(Struct, frozen=True):
-    """Holds what takes the place of a dict as soon as it is complete, and of a list in it."""
-
-    record: object
-    """Instead of the dict; the dict itself if it stays."""
-    items: list[object] | None = None
-    """A list in it that is needed no more."""
-    items_record: object = None
-    """Holds what further references to that list find."""
-
-
-Compact = Callable[[dict[object, object]], Compacted | None]
-
-
 def is_pickle(head: bytes) -> bool:
     """Returns whether a file that begins so is a pickle of protocol 2 to 5; every `_dump_snapshot` writes one."""
     return len(head) >= 2 and head[0] == _PROTO and 2 <= head[1] <= 5
 
 
-def read_plain_pickle(
-    path: Path, *, memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES, compact: Compact | None = None
-) -> PlainPickle:
+def read_plain_pickle(path: Path, *, memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES) -> PlainPickle:
     """Builds the value of a pickle that holds plain values only.
 
     Args:
         path: the file; it is read a few MiB at a time.
         memory_limit_bytes: an estimate of what the values take may not exceed this.
-        compact: called with each dict that was filled; what it returns stands for that dict from then on, which is
-            emptied. So a file of millions of dicts takes the memory of what is made of them.
 
     Raises:
         TraceError: the file cannot be read, is cut short, holds anything but plain values, or is too large.
     """
     try:
         with path.open("rb") as file:
-            return _Interpreter(file, path, memory_limit_bytes, compact).run()
+            return _Interpreter(file, path, memory_limit_bytes).run()
     except OSError as error:
         raise TraceError(f"cannot read the snapshot {path}: {error.strerror or error}") from error
 
@@ -91,7 +71,7 @@ def read_plain_pickle(
 class _Interpreter:
     """Runs the stack machine of one file; `_HANDLERS` lists what it can do."""
 
-    def __init__(self, file: BinaryIO, path: Path, memory_limit_bytes: int, compact: Compact | None) -> None:
+    def __init__(self, file: BinaryIO, path: Path, memory_limit_bytes: int) -> None:
         self._file = file
         self._path = path
         self._file_bytes = os.fstat(file.fileno()).st_size
@@ -103,9 +83,6 @@ class _Interpreter:
         self._stack: list[object] = []
         self._outer: list[list[object]] = []
         self._memo: list[object] = []
-        self._compact = compact
-        self._slot_of: dict[int, int] = {}
-        """Place of a container in the memo, by its identity."""
         self._num_opcodes = 0
         self._is_done = False
 
@@ -232,29 +209,6 @@ class _Interpreter:
             if type(key) is not str and type(key) is not int:
                 raise self._damage(f"a key that is a {type(key).__name__}")
             target[key] = items[index + 1]
-        if self._compact is not None:
-            self._compact_top(target, self._compact)
-
-    def _compact_top(self, target: dict[object, object], compact: Compact) -> None:
-        """Puts something smaller in the place of the dict on top of the stack."""
-        found = compact(target)
-        if found is None:
-            self._slot_of.pop(id(target), None)
-            return
-        if found.items is not None:
-            self._replace(found.items, _BYTES_PER_REFERENCE, found.items_record)
-        if found.record is not target:
-            self._stack[-1] = found.record
-            self._replace(target, _BYTES_PER_PAIR, found.record)
-
-    def _replace(self, value: dict[object, object] | list[object], bytes_each: int, record: object) -> None:
-        """Empties a container, whoever else holds it; later references find the record."""
-        slot = self._slot_of.pop(id(value), -1)
-        # Another container may have had this identity before.
-        if slot >= 0 and self._memo[slot] is value:
-            self._memo[slot] = record
-        self._spent_bytes -= bytes_each * len(value)
-        value.clear()
 
     def _append_one(self) -> None:
         self._append([self._stack.pop()])
@@ -272,10 +226,6 @@ class _Interpreter:
             self._memo.append(value)
         else:
             self._memo[index] = value
-        if self._compact is not None and isinstance(value, dict | list):
-            if len(self._slot_of) >= _MOST_SLOTS:
-                self._slot_of.clear()
-            self._slot_of[id(value)] = index
 
     def _get(self, index: int) -> None:
         self._stack.append(self._memo[index])
