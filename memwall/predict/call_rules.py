@@ -12,6 +12,8 @@ from memwall.trace.records import ModuleCall, Step
 # Selective checkpointing does not ask its policy about these (torch.utils.checkpoint.SAC_IGNORED_OPS, torch 2.13).
 UNCOUNTED_OPS = frozenset({"aten.detach.default", "prim.device.default"})
 
+_RESHAPES = frozenset({"aten.view.default", "aten._unsafe_view.default"})
+
 
 class Treatment(Struct, frozen=True, kw_only=True):
     """Decides how every call of one block treats what autograd saves in it."""
@@ -79,6 +81,21 @@ class CallRules:
         for number, op in enumerate(step.ops):
             for written in op.writes:
                 self._writers.setdefault(written, []).append(number)
+
+    def given_back_until(self, number: int) -> int:
+        """Returns the operation before which what backward was given for a saved tensor dies, if nobody else holds it.
+
+        Autograd holds saved tensors until it has checked the gradients of their operation, and sums those of a bias
+        that was added to many rows before that; what it was given in their place goes with the operation itself.
+        """
+        end, begin = self.step.saved[number].released, self.step.saved[number].unpacked
+        ops = self.step.ops
+        while end - 2 > begin and self.names[ops[end - 1].name] in _RESHAPES and self._is_sum(end - 2):
+            end -= 2
+        return end
+
+    def _is_sum(self, op: int) -> bool:
+        return self.names[self.step.ops[op].name] == "aten.sum.dim_IntList"
 
     def is_written(self, storage: int, start: int, end: int) -> bool:
         """Tells whether one of the operations [start, end) modifies a storage in place."""

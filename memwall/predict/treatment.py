@@ -197,8 +197,8 @@ class StepModel(CallRules):
         begin = self.recomputed_at(call, saved)
         released: dict[int, int] = {}
         for number in saved:
-            save = step.saved[number]
-            released[save.storage] = max(released.get(save.storage, 0), save.released)
+            index = step.saved[number].storage
+            released[index] = max(released.get(index, 0), self.given_back_until(number))
         born = set(self._born_in[b][c])
         changes.taken.update(number for number in saved if step.saved[number].storage in born)
         counted = self.counted_ops(call)

@@ -7,9 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from memwall.machine.hardware import hardware_named
+from memwall.planning.blocks import find_blocks
+from memwall.predict.call_rules import Treatment
 from memwall.predict.cuda.translate import translated
 from memwall.predict.in_place import with_biases_in_place
-from memwall.trace.records import Trace
+from memwall.predict.treatment import StepModel
+from memwall.trace.records import Step, Trace
+from memwall.trace.steps import steady_step
 from memwall.trace.trace_builder import record
 from memwall.trace.workload import Workload
 
@@ -96,3 +100,33 @@ def test_a_product_that_outlives_the_sum_is_left_alone(workload_of: Callable[...
     product = next(op for op in step.ops if trace.names[op.name] == "aten.mm.default")
     assert trace.modules[product.module].class_name == "Linear"
     assert with_biases_in_place(step, trace.names, trace.modules) == step
+
+
+def test_what_recompute_gives_back_dies_before_the_bias_of_its_layer_is_summed(
+    workload_of: Callable[..., Workload],
+) -> None:
+    """GIVEN a bias that is added to many rows WHEN its layer's input was recomputed THEN autograd, which sums its
+    gradient before it lets go of what it has saved itself, has nothing but the operation hold that."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(nn.functional.gelu(self.up(x)))
+
+    trace = record(workload_of(lambda: nn.Sequential(Block(), Block()), lambda: torch.ones(ROWS, ROWS, WIDTH)))
+    step, wide_bytes = steady_step(trace), ROWS * ROWS * 4 * WIDTH * 4
+    model = StepModel(step, trace.names, find_blocks(trace, step))
+    plain, treated = step, model.treated({"0": Treatment(recompute=True)})
+
+    def held_in_sums(step: Step) -> list[int]:
+        """Counts what is as large as nothing else, what GELU was given and has made, while each bias is summed."""
+        sums = [n for n, op in enumerate(step.ops) if trace.names[op.name] == "aten.sum.dim_IntList"]
+        wide = [s for s in step.storages if s.category == "activation" and s.nbytes == wide_bytes]
+        return [sum(s.birth <= number < s.death for s in wide) for number in sums]
+
+    # Backward sums those of the second block first, of each the inner layer's last.
+    assert held_in_sums(plain) == [4, 2, 2, 0]
+    assert held_in_sums(treated) == [2, 0, 1, 0]
