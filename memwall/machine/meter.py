@@ -6,7 +6,7 @@ import mmap
 import os
 import resource
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -132,34 +132,6 @@ class HeldBytes(NamedTuple):
     """Counts what was held at most since the last reset."""
 
 
-class Meter(Protocol):
-    """Says what this process holds where its model is, in bytes."""
-
-    device: str
-    """The kind of device: of tensors on others nothing is known here."""
-
-    def now_bytes(self) -> int:
-        """Returns what is held now."""
-
-    def peak_bytes(self) -> int:
-        """Returns what was held at most since the last reset."""
-
-    def reset_peak(self) -> bool:
-        """Begins a new peak; returns False where that is not possible."""
-
-    def allocator_peak(self) -> AllocatorPeak | None:
-        """Returns what torch's caching allocator counts, since that reset; None where it has no part in it."""
-
-    def held(self) -> HeldBytes:
-        """Returns what is held now and was held at most, by the reads that cost a step the least."""
-
-    def base_bytes(self, tensor_bytes: int) -> int:
-        """Returns what is held beside tensors, of which so many bytes are alive on the device."""
-
-    def others_bytes(self) -> int | None:
-        """Returns what other processes hold there, which no figure of this meter counts; None where nobody tells."""
-
-
 class HostMeter:
     """Reads the resident bytes of the process."""
 
@@ -172,12 +144,12 @@ class HostMeter:
         """Keep the page faults of this process until the last read, what that said, and how often it was told since."""
 
     def reset_peak(self) -> bool:
-        """Begins a new peak."""
+        """Begins a new peak; returns False where that is not possible."""
         self._read_at = 0
         return reset_process_peak()
 
     def held(self) -> HeldBytes:
-        """Returns both from one read of the system's, or from the one before while no page was faulted in since.
+        """Returns what is held now and was at most: of one read of the system's, or of the last while no page came in.
 
         Little else makes a process larger, as huge pages do that the system puts together by itself; for that the
         system is read again now and then. Where it counts no faults at all (gVisor) it always is. What the process has
@@ -200,7 +172,7 @@ class HostMeter:
         """Nothing: malloc says less of itself than the system does."""
 
     def base_bytes(self, tensor_bytes: int) -> int:
-        """Counts what malloc keeps free as well: it should be returned before."""
+        """Returns what is held beside tensors of so many bytes, and what malloc keeps free: to be returned before."""
         return process_bytes() - tensor_bytes
 
     def others_bytes(self) -> None:
@@ -221,6 +193,7 @@ class CudaMeter:
         self._others_bytes: int | None = None
 
     def now_bytes(self) -> int:
+        """Returns what is held now."""
         return torch.cuda.memory_reserved(self.place) + self._beside_bytes()
 
     @cached_property
@@ -229,6 +202,7 @@ class CudaMeter:
         return int(torch.cuda.get_device_properties(self.place).total_memory)
 
     def others_bytes(self) -> int | None:
+        """Returns what other processes hold there, which no figure of this meter counts; None where nobody tells."""
         self._beside_bytes()
         return self._others_bytes
 
@@ -236,10 +210,11 @@ class CudaMeter:
         return HeldBytes(torch.cuda.memory_allocated(self.place), self.peak_bytes())
 
     def peak_bytes(self) -> int:
-        """Adds the segments' peak to what is beside them, which only grows."""
+        """Returns the segments' peak since the last reset, and what is beside them, which only grows."""
         return self._beside_bytes() + self.allocator_peak().reserved_bytes
 
     def allocator_peak(self) -> AllocatorPeak:
+        """Returns what torch's caching allocator counts since that reset."""
         return allocator_peak(self.place)
 
     def reset_peak(self) -> bool:
@@ -257,6 +232,9 @@ class CudaMeter:
         if in_use_bytes != self._asked_at_bytes:
             self._asked_at_bytes, self._others_bytes = in_use_bytes, others_bytes(self.place)
         return max(0, in_use_bytes - (self._others_bytes or 0))
+
+
+Meter = HostMeter | CudaMeter
 
 
 def meter_of(*models: nn.Module) -> Meter:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,25 +28,6 @@ _OF_SHARDS = ("c10d._allgather_base_",)
 _COLLECTIVES = ("c10d.", "_c10d_functional.", "c10d_functional.")
 
 
-class Divided(Protocol):
-    """Knows how a model is divided among ranks."""
-
-    def begin(self) -> Any:
-        """Returns how a part begins now: its loop may reduce gradients with another part."""
-
-    def reduces(self, begin: Any) -> bool:
-        """Returns whether a part that began like that reduces gradients."""
-
-    def run(self, part: Callable[[], _T], begin: Any, meet: Callable[[], None]) -> _T:
-        """Runs a part, which began like that, up to where it has failed on this rank or has not."""
-
-    def end(self, begin: Any) -> None:
-        """Ends a part that has failed on no rank."""
-
-    def reset(self) -> None:
-        """Leaves nothing of a part that has failed."""
-
-
 class _Replicas:
     """Has a DistributedDataParallel reduce gradients when a part has ended well on all ranks."""
 
@@ -54,13 +35,16 @@ class _Replicas:
         self._parallel = weakref.ref(parallel)
 
     def begin(self) -> tuple[bool, bool]:
+        """Returns how a part begins now: its loop may reduce gradients with another part."""
         parallel = self._present
         return parallel.require_backward_grad_sync, parallel.require_forward_param_sync
 
     def reduces(self, begin: tuple[bool, bool]) -> bool:
+        """Returns whether a part that began like that reduces gradients."""
         return begin[0]
 
     def run(self, part: Callable[[], _T], begin: tuple[bool, bool], meet: Callable[[], None]) -> _T:
+        """Runs a part, which began like that, up to where it has failed on this rank or has not."""
         parallel = self._present
         _, parallel.require_forward_param_sync = begin
         meet_before_forward(parallel)
@@ -68,6 +52,7 @@ class _Replicas:
             return part()
 
     def end(self, begin: tuple[bool, bool]) -> None:
+        """Ends a part that has failed on no rank."""
         if begin[0]:
             reduce_gradients(self._present)
 
@@ -103,7 +88,12 @@ class _Shards:
         """Does nothing: backward has reduced the gradients."""
 
     def reset(self) -> None:
+        """Leaves nothing of a part that has failed."""
         reset_step(self._root)
+
+
+Divided = _Replicas | _Shards
+"""Knows how a model is divided among ranks."""
 
 
 def divided_as(model: nn.Module, trace: Trace) -> Divided | None:
