@@ -72,7 +72,9 @@ class _Changes:
             needs = self.reloads[index]
             if needs[0].moved.num_packed:  # what is held is packed, and unpacked when backward asks for it
                 left, asked = min(need.left for need in needs), min(need.demand for need in needs)
-                self.come.append(Life(index, needs[0].moved.link_bytes, left, held_until or asked))
+                # They are there before what the window then lets go of is free.
+                begin = (max(left[0] - 1, 0), LAST)
+                self.come.append(Life(index, needs[0].moved.link_bytes, begin, held_until or asked))
                 back = asked if held_until is None else back
                 self.reloads[index] = [n._replace(prefetch=min(n.demand, max(n.prefetch, back))) for n in needs]
             elif held_until is None:
