@@ -195,8 +195,7 @@ class LivePlan:
             first = with_average(with_loaders(first, self.trace), self.trace, self._borders.attached_model)
             if self._borders.phase == "evaluation":  # what has ended the recording is that one begins
                 first = with_evaluation(first, self.trace, self._borders.attached_model, self._borders.input_shape)
-        if not self._measured.has_plan:  # a step that is recorded later may have that copy beside it already
-            first = with_kept_weights(first, self.trace, self._borders.attached_model)
+        first = with_kept_weights(first, self.trace, self._borders.attached_model)
         self.trace = charged(self.trace, first.kept_bytes)
         self._differentiates_backward = self.recorded.differentiates_backward
         self.stop_recording()

@@ -25,7 +25,7 @@ from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
-_OF_TENSORS = "the script has come to keep %s of tensors"
+_OF_TENSORS = "the script has come to keep %s of copies of its weights"
 _BESIDE_TENSORS = "the process has come to hold %s more beside tensors"
 
 
@@ -71,15 +71,16 @@ class Recovery:
         """Notes what the loop has come to hold since the last steps, so that the next one is planned with it.
 
         Args:
-            kept_bytes: tensors that no plan has room for yet.
+            kept_bytes: copies of the weights that no plan has room for yet.
             risen_bytes: what is no tensor, and would leave a step less than half of its margin.
         """
         plan = self._live.plan
         if plan is not None and self._live.trace is not None and self._can_plan_again:
             kept_bytes = excess_bytes(plan, _foreseen_bytes(plan) + kept_bytes) if kept_bytes else 0
             for excess, kept in ((kept_bytes, _OF_TENSORS), (risen_bytes, _BESIDE_TENSORS)):
-                if excess > self._excess_bytes:
-                    self._excess_bytes, self._kept = excess, kept
+                if excess > self._excess_bytes:  # what a step itself has used too much is told, where there was any
+                    is_steps = self._excess_bytes > 0 and not self._kept
+                    self._excess_bytes, self._kept = excess, "" if is_steps else kept
 
     def end_step(self, peak_bytes: int) -> None:
         """Notes what a step under the plan held at most."""
@@ -92,7 +93,7 @@ class Recovery:
 
     def forget_excess(self) -> None:
         """Forgets what the last step took too much: the plan that it ran under is no more."""
-        self._excess_bytes = 0
+        self._excess_bytes, self._kept = 0, ""
 
     def plan_ahead(self, *, has_newcomer: bool) -> None:
         """Plans anew as `plan_again` does, which has nothing left to do then: before a loop's own code runs.

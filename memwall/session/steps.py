@@ -14,6 +14,7 @@ from memwall.session.forward_redo import ForwardRedo
 from memwall.session.live_plan import LivePlan
 from memwall.session.loop.changes import LoopChanges
 from memwall.session.loop.evaluation_room import EvaluationRoom
+from memwall.session.loop.kept_copies import KeptCopies
 from memwall.session.loop.short_batches import SparedBlocks
 from memwall.session.loop.smaller_forwards import SmallerForwards
 from memwall.session.loop.turns import FirstTurns
@@ -29,7 +30,6 @@ from memwall.session.unseen_steps import UnseenSteps
 from memwall.session.watch.beside_tensors import BesideTensors
 from memwall.session.watch.budget_watch import BudgetWatch, place_of
 from memwall.session.watch.growth import GrowthWatch
-from memwall.session.watch.kept_tensors import KeptTensors
 from memwall.session.watch.room import RoomBetweenSteps
 from memwall.session.watch.step_metrics import StepLog
 from memwall.torch_internals.dispatch import end_stand_in, out_of_inference_mode
@@ -74,7 +74,7 @@ class Steps:
             model=lambda: self.borders.attached_model,
             disk=lambda: self.live.in_effect.disk,
         )
-        self._kept = KeptTensors(lambda: self.live.settings.first_step)
+        self._kept = KeptCopies(lambda: self.borders.attached_model, lambda: self.live.settings.first_step)
         self._beside = BesideTensors(self.live.in_effect.allocator)
         self._peak_bytes: int | None = None
         """Keeps the most that was held when the present forward began; None where that is to be read anew."""
@@ -317,21 +317,29 @@ class Steps:
         self.measured.note_peak()
         if not self._room.is_saved_in_turn():
             self._make_room()
+            if self.state == "running" and self._counts_kept:
+                self._kept.saving_begins()
             self.live.in_effect.device_budget.saving_begins()
 
     def array_begins(self, tensor: Tensor) -> None:
         """Makes room for copies of a weight: a digest's are numpy's, which the heap does not give way to."""
         self.live.in_effect.leave_room_beside(tensor)
 
+    @property
+    def _counts_kept(self) -> bool:
+        """Tells whether another plan may be made for what a loop comes to hold: ranks would have to agree on that."""
+        is_alone = self.live.ranks is None and not self.live.in_effect.is_cooperative
+        return is_alone and self.measured.meter.device == "cpu"
+
     def step_begins(self) -> None:
         """Makes and applies the plan for this step, if it is not the first one, and measures from there on."""
         close_unneeded()
         self._room.before_step()
         num_changes = self.live.in_effect.num_changes
-        come_bytes = self._kept.begin_step(self.live.in_effect.allocator.live_bytes, num_changes)
-        if not self._changes.is_longer:  # of that batch one step is recorded, and everything counted anew
-            risen_bytes = self._beside.begin_step(self.live.plan, num_changes) if self.live.ranks is None else 0
-            self.recovery.note_kept(come_bytes, risen_bytes)
+        if self._counts_kept:
+            come_bytes, risen_bytes = self._kept.begin_step(), self._beside.begin_step(self.live.plan, num_changes)
+            if not self._changes.is_longer:  # of that batch one step is recorded, and everything counted anew
+                self.recovery.note_kept(come_bytes, risen_bytes)
         device = self._changes.layers.device
         try:
             self._find_plan(device)
@@ -424,8 +432,6 @@ class Steps:
                 is_planned=is_planned,
                 budget_bytes=self.live.budget_bytes,
             )
-        if is_planned:
-            self._kept.end_step(self.live.in_effect.allocator.live_bytes, self.live.in_effect.num_changes)
         if is_planned and not self._spared.were_misjudged(self.measured.last_peak_bytes):
             self.recovery.end_step(self.measured.last_peak_bytes)
         if not self.borders.in_step and self._num_checked < self.measured.num_steps:

@@ -28,8 +28,6 @@ _DEMO = f"{_PACKAGE / 'demo'}{os.sep}"
 _OTHERS = (f"{_PACKAGE}{os.sep}", f"{_TORCH}{os.sep}", "<")
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 _NODE_NAME = re.compile(r"Backward\d*$")
-_IMPORTED = (ModuleType, FunctionType, type)
-
 # Whose code a file holds, as plain numbers: they are compared for every frame of every operation.
 _OF_OTHERS = 0
 _OF_USER = 1
@@ -141,10 +139,7 @@ def user_files() -> tuple[str, ...]:
     while frame is not None:
         if _is_own(frame.f_code.co_filename):
             found[frame.f_code.co_filename] = None
-            imported = [each for each in list(frame.f_globals.values()) if isinstance(each, _IMPORTED)]
-            modules = (each if isinstance(each, ModuleType) else sys.modules.get(each.__module__) for each in imported)
-            files = (getattr(module, "__file__", None) for module in modules)
-            found.update((path, None) for path in files if isinstance(path, str) and _is_own(path))
+            found.update((path, None) for path in map(_file_of, list(frame.f_globals.values())) if _is_own(path))
         frame = frame.f_back
     return tuple(found)
 
@@ -161,8 +156,23 @@ def _node_name(func: Any) -> str:
     return str(packet_of(func).__name__).replace("_", "").lower().removesuffix("forward")
 
 
+def _file_of(imported: object) -> str:
+    """Returns the file of a module, or of what was imported from one; "" where there is none.
+
+    No attribute is asked for that an object may compute: a lazy module would be loaded by that.
+    """
+    kind = type(imported)
+    if kind is FunctionType or kind is type:
+        name = type.__getattribute__(imported, "__module__") if kind is type else imported.__module__
+        imported = sys.modules.get(name) if isinstance(name, str) else None
+    if not issubclass(type(imported), ModuleType):
+        return ""
+    path = object.__getattribute__(imported, "__dict__").get("__file__")
+    return path if isinstance(path, str) else ""
+
+
 def _is_own(path: str) -> bool:
-    return _owner_of(path) == _OF_USER and not _INSTALLED.match(path)
+    return bool(path) and _owner_of(path) == _OF_USER and not _INSTALLED.match(path)
 
 
 def _owner_of(path: str) -> int:

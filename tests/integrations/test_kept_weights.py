@@ -57,5 +57,7 @@ def test_the_number_that_is_told_has_room_for_a_copy_that_the_script_is_going_to
         assert followed.returncode == 0, followed.stderr
         measured = json.loads((tmp_path / "run.json").read_text())["measured"]
         assert measured.get("num_replans", 0) == num_replans
-        assert ("the script has come to keep 48.0 MiB of tensors; a new plan" in followed.stderr) == bool(num_replans)
+        assert ("the script has come to keep 48.0 MiB of copies of its weights; a new plan" in followed.stderr) == bool(
+            num_replans
+        )
         assert followed.stdout == plain.stdout

@@ -1,6 +1,9 @@
 """A script's text says whether it keeps a copy of its weights, before it does."""
 
+import copy
 import importlib
+import linecache
+import types
 from pathlib import Path
 
 import msgspec
@@ -9,12 +12,13 @@ import torch
 from torch import nn
 
 from memwall.predict.first_step import FirstStep
+from memwall.session.loop import kept_weights
+from memwall.session.loop.kept_copies import KeptCopies, copies_bytes
 from memwall.session.loop.kept_weights import line_that_keeps_weights, with_kept_weights
-from memwall.session.watch.kept_tensors import KeptTensors
 from memwall.trace.records import Trace
 from memwall.trace.trace_builder import TraceBuilder
 
-MIB = 1 << 20
+duplicate = copy.deepcopy  # by another name: this file is a script that is read, too
 FIRST = FirstStep(needed_bytes=0, in_memory_bytes=0, stays_from_bytes=0)
 
 _KEEPS = {
@@ -34,6 +38,7 @@ _KEEPS_NONE = {
     "references": "for _ in ():\n    best = model.state_dict()",
     "references by name": "for _ in ():\n    best = {k: v.detach() for k, v in model.state_dict().items()}",
     "into another model": "for _ in ():\n    found = target.load_state_dict(copy.deepcopy(model.state_dict()))",
+    "an optimizer's state": "for _ in ():\n    state = copy.deepcopy(optimizer.state_dict())",
     "into a file": "for _ in ():\n    found = torch.save(copy.deepcopy(model.state_dict()), path)",
     "a copy of something else": "for _ in ():\n    batch = copy.deepcopy(batch)\n    model.state_dict()",
     "no Python": "%matplotlib inline\nfor _ in ():\n    best = copy.deepcopy(model.state_dict())",
@@ -83,25 +88,77 @@ def test_of_a_script_that_keeps_none_nothing_is_known() -> None:
     assert with_kept_weights(FIRST, _trace(), nn.Linear(4, 4)) == FIRST
 
 
-def test_what_comes_between_steps_beside_the_usual_is_counted_once() -> None:
-    """GIVEN batches of 8 MiB that come each time WHEN 64 MiB more do, of which 40 were to come THEN 24 are told."""
-    kept = KeptTensors(lambda: msgspec.structs.replace(FIRST, kept_bytes=40 * MIB))
-    told = []
-    for risen in (8, 9, 72, 8, 72, -100, 8):
-        kept.end_step(500 * MIB, 1)
-        told.append(kept.begin_step((500 + risen) * MIB, 1) // MIB)
-    assert told == [0, 0, 24, 0, 64, 0, 0]
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_a_copy_that_is_there_already_gives_its_place_to_the_next(
+    has_copy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GIVEN a loop that replaces a copy from before its first step THEN no step holds two."""
+    monkeypatch.setattr(kept_weights, "line_that_keeps_weights", lambda *, is_on_device: "train.py:7")
+    model = nn.Linear(1009, 13)
+    best = duplicate(model.state_dict()) if has_copy else None
+    first = with_kept_weights(FIRST, _trace(), model)
+    assert (first.kept_at, first.kept_bytes) == (("", 0) if has_copy else ("train.py:7", 4 * (1009 * 13 + 13)))
+    del best
 
 
-def test_what_another_plan_moves_is_not_counted() -> None:
-    kept = KeptTensors(lambda: None)
-    kept.end_step(500 * MIB, 1)
-    assert kept.begin_step(500 * MIB, 1) == 0
-    kept.end_step(500 * MIB, 1)
-    assert kept.begin_step(600 * MIB, 2) == 0
-    kept.end_step(500 * MIB, 2)
-    assert kept.begin_step(600 * MIB, 2) == 100 * MIB
-    assert kept.begin_step(700 * MIB, 2) == 0, "no step has ended since"
+class _Lazy(types.ModuleType):
+    def __getattr__(self, name: str) -> object:
+        raise ModuleNotFoundError(f"no module named after {name}")
+
+
+class _Proxy:
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        raise RuntimeError("not bound")
+
+
+def test_what_a_script_has_imported_is_asked_for_nothing(tmp_path: Path) -> None:
+    """GIVEN a lazy module, a proxy, and an expression without end THEN the script is read all the same."""
+    path = tmp_path / "odd_script.py"
+    keeps = _KEEPS["deepcopy in a loop"]
+    endless = "def unused(x):\n    return " + " + ".join(["x"] * 3000)
+    found: dict[str, object] = {"lazy": _Lazy("lazy"), "proxy": _Proxy()}
+    for text, line in ((keeps, "odd_script.py:3"), (f"{keeps}\n{endless}", "")):
+        path.write_text(f"{_ASKS}{text}\n")
+        linecache.checkcache(str(path))
+        exec(compile(_ASKS + _ANSWERS, str(path), "exec"), found)
+        assert found["line_here"](False) == line  # type: ignore[operator]
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(1019, 17)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 1019)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_copies_that_come_after_a_state_dict_was_asked_for_are_counted() -> None:
+    """GIVEN one copy that was to come WHEN two come, and one is replaced, and batches and gradients with them THEN one
+    is told."""
+    model, _ = trained()
+    own_bytes = sum(each.nbytes for each in model.parameters())
+    kept = KeptCopies(lambda: model, lambda: msgspec.structs.replace(FIRST, kept_bytes=own_bytes))
+    assert kept.begin_step() == 0, "nobody has asked for a state dict"
+    copies, told, others = [], [], []
+    for num in (1, 1, 0):
+        kept.saving_begins()
+        copies += [duplicate(model.state_dict()) for _ in range(num)]
+        kept.saving_begins()  # as an optimizer's is asked for as well
+        others.append(torch.zeros(1 << 20))
+        copies[0] = duplicate(model.state_dict())
+        told.append(kept.begin_step())
+    assert told == [0, own_bytes, 0]
+
+
+def test_what_shares_the_weights_memory_is_no_copy() -> None:
+    """GIVEN a state dict, a model of the same form, and moments by other names THEN none of these is a copy."""
+    model, optimizer = trained()
+    other, referred = duplicate(model), model.state_dict()
+    assert len(optimizer.state) == len(referred) == len(other.state_dict())
+    assert copies_bytes(model) == 0
+    clones = {name: tensor.clone() for name, tensor in referred.items()}
+    assert copies_bytes(model) == sum(each.nbytes for each in clones.values())
 
 
 def _trace() -> Trace:

@@ -6,6 +6,7 @@ A copy that stays is in every step after it, and the first one is made long afte
 import ast
 import linecache
 import os
+import warnings
 from collections.abc import Iterator
 
 import msgspec
@@ -13,6 +14,7 @@ from torch import nn
 
 from memwall.predict.cuda_allocator.step_peaks import segment_bytes_of
 from memwall.predict.first_step import FirstStep
+from memwall.session.loop.kept_copies import copies_bytes
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
 from memwall.trace.records import Trace
@@ -27,17 +29,26 @@ _PASSES = ("load_state_dict", "save", "dumps", "dump")
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSIONS = (ast.DictComp, ast.ListComp, ast.GeneratorExp)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_WHOLE_SHARE = 0.9
+"""Part of the weights that a copy of them has at least: small ones may lie among others."""
+_NOT_OF_MODELS = ("opt", "sched", "scaler", "sampler", "loader")
+"""Parts of the names of what else has a state dict."""
 _MOST_CHARACTERS = 1_000_000
 
 
 def with_kept_weights(first: FirstStep, trace: Trace, model: nn.Module) -> FirstStep:
-    """Returns what is known of a run, with the copy of its weights that it is going to keep where the model is."""
+    """Returns what is known of a run, with the copy of its weights that it is going to keep where the model is.
+
+    One that is there already, as a loop makes it before its first step, takes the place of the next.
+    """
     is_on_device = trace.device != "cpu"
     kept_at = line_that_keeps_weights(is_on_device=is_on_device)
     if not kept_at:
         return first
     with without_subclass_functions():  # to look at parameters on disk does not bring them in
         sizes = [local_part(each).nbytes for each in (*model.parameters(), *model.buffers())]
+    if copies_bytes(model) >= _WHOLE_SHARE * sum(sizes):
+        return first
     kept_bytes = segment_bytes_of(sizes) if is_on_device else sum(sizes)
     return msgspec.structs.replace(first, kept_bytes=kept_bytes, kept_at=kept_at)
 
@@ -53,10 +64,10 @@ def line_that_keeps_weights(*, is_on_device: bool) -> str:
         if "state_dict" not in text or len(text) > _MOST_CHARACTERS:
             continue
         try:
-            tree = ast.parse(text)
+            with warnings.catch_warnings(action="ignore"):  # Python has said them when it read the file
+                line = next(_kept(ast.parse(text), is_on_device=is_on_device), 0)
         except (SyntaxError, ValueError, RecursionError):
-            continue  # a notebook's cell with commands of its own
-        line = next(_kept(tree, is_on_device=is_on_device), 0)
+            continue  # a notebook's cell with commands of its own, or an expression without end
         if line:
             return f"{os.path.basename(path)}:{line}"
     return ""
@@ -97,13 +108,27 @@ def _copies_weights(value: ast.expr, *, is_on_device: bool) -> bool:
     calls = {_called(part) for part in parts if isinstance(part, ast.Call)}
     if "state_dict" not in calls or calls.intersection(_PASSES):
         return False
-    if is_on_device and calls.intersection(_LEAVES):
+    is_on_host = calls.intersection(_LEAVES) or any(
+        isinstance(part, ast.Constant) and part.value == "cpu" for part in parts
+    )
+    if is_on_device and is_on_host:
         return False
     for part in parts:
-        if isinstance(part, ast.Call) and _called(part) == "deepcopy" and _has_call(part, ("state_dict",)):
+        if isinstance(part, ast.Call) and _called(part) == "deepcopy" and _has_state_dict(part):
             return True
-        if isinstance(part, _COMPREHENSIONS) and any(_has_call(one.iter, ("state_dict",)) for one in part.generators):
+        if isinstance(part, _COMPREHENSIONS) and any(_has_state_dict(one.iter) for one in part.generators):
             return _has_call(part.value if isinstance(part, ast.DictComp) else part.elt, _COPIES)
+    return False
+
+
+def _has_state_dict(within: ast.AST) -> bool:
+    """Tells whether an expression asks something for its state dict that may be a model."""
+    for part in ast.walk(within):
+        if isinstance(part, ast.Call) and _called(part) == "state_dict" and isinstance(part.func, ast.Attribute):
+            owner = part.func.value
+            name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+            if not any(word in name.lower() for word in _NOT_OF_MODELS):
+                return True
     return False
 
 
