@@ -20,6 +20,7 @@ from memwall.machine.tiers import Tier
 from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
+from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.session.session import Session
@@ -73,8 +74,15 @@ def placement_of(plan: Plan) -> OptimizerPlacement:
     return found
 
 
+def without_settings(plan: Plan) -> Plan:
+    """Returns a plan without what it sets of an allocator before CUDA starts: here it has, and no block is another."""
+    kept = tuple(action for action in plan.actions if not isinstance(action, AllocatorReuse))
+    return msgspec.structs.replace(plan, forecast=msgspec.structs.replace(plan.forecast, actions=kept))
+
+
 def trained(plan: Plan | None, disk: Path) -> tuple[str, int]:
     """Returns a digest of weights and state, and the most bytes that the last step held."""
+    plan = None if plan is None else without_settings(plan)
     torch.manual_seed(0)
     model = made().cuda()
     optimizer = stepping(list(model.parameters()))
