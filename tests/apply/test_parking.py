@@ -1,5 +1,6 @@
 """What of a model's autograd saves too, and stays in memory: parameters, buffers and views of them."""
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -36,7 +37,10 @@ def test_a_parameter_stays_that_has_come_back_elsewhere() -> None:
 
 
 def test_what_could_have_the_identity_of_one_that_is_gone_may_leave() -> None:
-    model = nn.Linear(8, 8)
+    """GIVEN a weight that is gone, whose memory something else has, WHEN a thousand tensors are made THEN all leave."""
+    model, memory = nn.Linear(8, 8), np.ones((8, 8), np.float32)
+    model.weight = nn.Parameter(torch.from_numpy(memory))
     stays = parameter_guard([model])
     model.weight = nn.Parameter(torch.ones(8, 8))
+    assert memory.all()
     assert not any(stays(torch.ones(1) * number) for number in range(1000))
