@@ -63,13 +63,12 @@ def test_gradients_are_those_of_a_cpu_and_what_is_not_finite_leaves_as_it_is(tmp
 
 
 @pytest.mark.phantom(card="a100-80gb", numbers=False, context_bytes=32 << 20, order="timed", time="roofline")
-@pytest.mark.parametrize("budget", ["298MiB", "350MiB", "380MiB"])
-def test_a_plan_packs_where_the_link_is_what_a_step_waits_for(budget: str) -> None:
+def test_a_plan_packs_where_the_link_is_what_a_step_waits_for() -> None:
     """GIVEN that it is allowed WHEN a session plans for a budget THEN less is moved, and bytes are as foreseen."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12))).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(65_536, 64, device="cuda")
-    with memwall.fit(model, optimizer, budget=budget, allow=("low-bit-offload",)) as session:
+    with memwall.fit(model, optimizer, budget="298MiB", allow=("low-bit-offload",)) as session:
         for _ in range(3):
             model(x).square().mean().backward()
             optimizer.step()
