@@ -59,13 +59,16 @@ def test_observations_that_a_loop_keeps_are_planned_with(caplog: pytest.LogCaptu
     return_free_memory()
     budget, kept = process_bytes() + 150 * MIB, []
     with memwall.fit(model, optimizer, budget=budget) as session:
-        for step in range(14):
+        for step in range(90):  # what other tests have left free is room for some of them
             loss = model(torch.ones(1024, 256)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if step > 2:
                 kept.append(np.ones(2 * MIB, dtype=np.uint8))
+            if session.measured.num_replans:
+                break
     assert "more beside tensors; a new plan makes up for it from now on" in caplog.text
-    assert 0 < session.measured.num_replans < len(kept)
+    assert session.measured.num_replans == 1
+    assert kept
     assert max(session.measured.peak_bytes, session.measured.replaced_peak_bytes) <= budget
