@@ -110,10 +110,10 @@ def with_state_on_disk(
     storages = [msgspec.structs.replace(s, nbytes=0) if _is_movable(s, min_bytes) else s for s in step.storages]
     like = next(s for s in step.storages if _is_movable(s, min_bytes))
     # At the end, so that the numbers operations refer to stay.
-    if resident_bytes > 0:
+    for num_bytes in _resident(step, resident_bytes, min_bytes):
         storages.append(
             msgspec.structs.replace(
-                like, nbytes=resident_bytes, birth=-1, dropped=len(step.ops), death=len(step.ops), batched=False
+                like, nbytes=num_bytes, birth=-1, dropped=len(step.ops), death=len(step.ops), batched=False
             )
         )
     begin, end = optimizer_ops[0], optimizer_ops[-1] + 1
@@ -139,6 +139,16 @@ def with_state_on_disk(
         for num_bytes in buffers
     )
     return msgspec.structs.replace(step, storages=tuple(storages))
+
+
+def _resident(step: Step, resident_bytes: int, min_bytes: int) -> list[int]:
+    """Returns the bytes of state that stays, of the parameters that come first: a device has each tensor for itself."""
+    found: list[int] = []
+    for storage in step.storages:
+        if storage.device_type == "cuda" and _is_movable(storage, min_bytes) and storage.nbytes <= resident_bytes:
+            found.append(storage.nbytes)
+            resident_bytes -= storage.nbytes
+    return found + [resident_bytes] * (resident_bytes > 0)
 
 
 def as_stepped_at_once(step: Step, names: Sequence[str], sizes: Sequence[int]) -> Step:

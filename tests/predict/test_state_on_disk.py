@@ -109,6 +109,20 @@ def test_what_stays_is_the_resident_part_and_in_the_optimizer_its_buffers_beside
     assert [s.birth for s in treated.storages[: len(step.storages)]] == [s.birth for s in step.storages]
 
 
+def test_a_device_keeps_each_resident_tensor_in_a_block_of_its_own() -> None:
+    step = steady(ADAMW)
+    there = tuple(msgspec.structs.replace(storage, device="cuda") for storage in step.storages)
+    resident_bytes = 2 * MATRIX_BYTES + LAST_BYTES
+    found = with_state_on_disk(
+        msgspec.structs.replace(step, storages=there),
+        resident_bytes=resident_bytes,
+        bucket_bytes=MATRIX_BYTES,
+        min_bytes=MIN_BYTES,
+    )
+    standing = [s.nbytes for s in found.storages[len(step.storages) :] if s.birth < 0]
+    assert sorted(standing) == [LAST_BYTES, MATRIX_BYTES, MATRIX_BYTES]
+
+
 def test_a_device_hands_out_what_its_fullest_bucket_takes() -> None:
     """GIVEN buckets that whole parameters do not fill WHEN state passes through THEN each buffer is as the fullest."""
     step = steady(ADAMW)
