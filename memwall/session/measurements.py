@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from memwall.machine.device_peaks import AllocatorPeak, SeparatePeaks, reserved_peaks
 from memwall.machine.meter import CudaMeter, HostMeter, Meter, meter_of, process_peak_bytes
+from memwall.torch_internals.allocator import clear_cublas_workspaces
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
 from memwall.torch_internals.storages import dense_parts
@@ -103,7 +104,9 @@ class Measurements(Struct, kw_only=True):
             self.script_peaks = SeparatePeaks.begin(self.meter.place)
             index = torch.cuda.current_device() if self.meter.place.index is None else self.meter.place.index
             if self.meter.allocator_peak().reserved_bytes == self.reserved_before.get(index):
-                # What was held before the session is none of its budget's, and what lies free of that is given back.
+                # What was held before the session is none of its budget's, and what lies free of that is given back;
+                # so is cuBLAS' workspace, which would hold on to a segment that plans count on.
+                clear_cublas_workspaces()
                 torch.cuda.empty_cache()
                 self.meter.reset_peak()
         peak_bytes = self.note_peak()
