@@ -91,7 +91,7 @@ def adamw_8bit_configurations(_: int) -> Iterator[Configuration]:
 
 
 def loss_configurations(warp_lanes: int) -> Iterator[Configuration]:
-    """Of the loss; vocabularies that share a launch share a line."""
+    """Yields those of the loss; vocabularies that share a launch share a line."""
     from memwall.triton_kernels._configs import row_loss_launch
 
     for dtype in ("bf16", "fp16", "fp32"):

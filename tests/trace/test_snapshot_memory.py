@@ -1,4 +1,4 @@
-"""What is wrong in a snapshot is named with its place, and what is the same again and again is not unrolled."""
+"""Whatever is wrong in a snapshot is named with its place, and repetitions are not unrolled."""
 
 import pickle
 from pathlib import Path

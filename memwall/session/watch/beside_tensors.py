@@ -19,7 +19,7 @@ class BesideTensors:
         self._num_changes = 0
         self._settled_bytes: int | None = None
         self._loose_bytes = 0
-        """What malloc keeps of what steps have freed, and would give back: it is no rise, and may come again."""
+        """Counts what malloc keeps of what steps have freed, and would give back: it is no rise, and may come again."""
 
     def begin_step(self, plan: Plan | None, num_changes: int) -> int:
         """Returns the bytes that have come, where a step that is as foreseen would be left half of its margin; else 0.

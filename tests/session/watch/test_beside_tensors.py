@@ -1,4 +1,4 @@
-"""What a process comes to hold beside its tensors is planned with before a step under its plan passes the budget."""
+"""A process that comes to hold more beside its tensors has that planned with before a step passes the budget."""
 
 from types import SimpleNamespace
 from typing import Any
