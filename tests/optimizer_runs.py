@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Make] = {
     "rmsprop centered": partial(torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),
     "lion decoupled": partial(Lion, lr=1e-3, weight_decay=0.1, decoupled_weight_decay=True),
     "lion foreach": partial(ForeachLion, lr=1e-3, weight_decay=0.1),
-    **{name: getattr(torch.optim, name) for name in sorted(STEPPED_ALONE - {"Lion", "Muon"})},
+    **{name: getattr(torch.optim, name) for name in sorted(STEPPED_ALONE - {"Lion", "Muon", "SparseAdam"})},
     "Lion": Lion,
 }
 

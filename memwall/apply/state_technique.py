@@ -15,8 +15,10 @@ S = TypeVar("S", bound=Any)
 
 
 class StateHandler(Handler[S]):
-    """Keeps the state of the one optimizer that steps the model."""
+    """Keeps the state of the optimizer that steps the model."""
 
+    takes_several: ClassVar[bool] = False
+    """Whether it keeps that of several as well."""
     is_away: ClassVar[bool] = False
     """Whether the state is out of memory between steps, and stepped a few parameters at a time."""
 
@@ -31,7 +33,7 @@ class StateHandler(Handler[S]):
         raise NotImplementedError
 
     def place(self, target: Target) -> None:
-        """Puts the state of `target.optimizers[0]` there, from wherever it is.
+        """Puts the state of `target.optimizers` there, from wherever it is.
 
         Raises:
             MemwallError: it cannot be there.
@@ -46,7 +48,7 @@ class StateHandler(Handler[S]):
 
     def apply(self, target: Target) -> None:
         """Places the state, if there is an optimizer yet."""
-        if len(target.optimizers) > 1:
+        if len(target.optimizers) > 1 and not self.takes_several:
             raise ApplyError(
                 f"the plan keeps the optimizer's state {self.kept}, and this model is stepped by several "
                 f"({joint_name(target.optimizers)}), whose state stays in memory; make a plan from a trace of this "
@@ -102,19 +104,16 @@ class PlacementEffect(Effect):
         """Steps of another optimizer since the last one of this."""
         self._handle = register_optimizer_step_post_hook(self._after_step)
 
-    @property
-    def _own(self) -> torch.optim.Optimizer | None:
-        return next(iter(self._target.optimizers), None)
-
     def is_seen(self) -> bool:
         return self._target.keeper.away_bytes > 0
 
     def contrary(self) -> str:
-        optimizer = self._own
-        if optimizer is None or self._target.keeper.away_bytes:
+        optimizers = self._target.optimizers
+        if not optimizers or self._target.keeper.away_bytes:
             return ""
         present_bytes = sum(
             value.numel() * value.element_size()
+            for optimizer in optimizers
             for state in optimizer.state.values()
             for value in (state.values() if isinstance(state, dict) else ())
             if isinstance(value, torch.Tensor) and value.numel() * value.element_size() >= self._min_bytes
@@ -122,7 +121,7 @@ class PlacementEffect(Effect):
         if present_bytes <= self._resident_bytes:
             return ""
         return (
-            f"{format_bytes(present_bytes)} of the {type(optimizer).__name__}'s state are in memory and nothing is on "
+            f"{format_bytes(present_bytes)} of the {joint_name(optimizers)}'s state are in memory and nothing is on "
             f"the {self._tier}: its tensors are of a kind that cannot be moved"
         )
 
@@ -132,8 +131,8 @@ class PlacementEffect(Effect):
         Raises:
             NoEffectError: another one trains the model.
         """
-        own = self._own
-        if own is None or optimizer is own:
+        own = self._target.optimizers
+        if not own or optimizer in own:
             self._num_foreign = 0
         elif any(id(p) in self._trained for group in optimizer.param_groups for p in group["params"]):
             self._num_foreign += 1
@@ -142,7 +141,7 @@ class PlacementEffect(Effect):
                     action=self.name,
                     expected=self.expected,
                     found=f"another optimizer ({type(optimizer).__name__}) trains the model than the "
-                    f"{type(own).__name__} this session was given",
+                    f"{joint_name(own)} this session was given",
                 )
 
     def close(self) -> None:

@@ -7,6 +7,9 @@ from memwall.trace.optimizers import JOINT, STEPPED_ALONE, counted
 from memwall.trace.records import Trace
 from memwall.units import format_bytes
 
+MOST_PLACED = 8
+"""Optimizers whose state can leave memory, at most: each takes a file, or pinned memory, and buffers of its own."""
+
 
 class Location(Struct, frozen=True, kw_only=True):
     """Holds actions that say where bytes are which stand between steps; without actions all of them are in memory."""
@@ -88,10 +91,13 @@ def can_move_optimizer_state(trace: Trace, state_bytes: int, capacity_bytes: int
         if trace.device == "cuda":
             return "nothing is known of the link to host memory; pass --host SIZE together with --device NAME"
         return "there is no disk to move optimizer state to; pass --disk DIR"
-    if JOINT in trace.optimizer:
-        return f"several optimizers step the model ({counted(trace.optimizer)}), and their state stays in memory"
-    if trace.optimizer not in STEPPED_ALONE:
-        return f"{trace.optimizer or 'the optimizer'} is not known to step each parameter alone"
+    names = trace.optimizer.split(JOINT)
+    if len(names) > MOST_PLACED:
+        several = f"{len(names)} optimizers step the model ({counted(trace.optimizer)})"
+        return f"{several}, and state moves of {MOST_PLACED} at most"
+    unknown = next((name for name in names if name not in STEPPED_ALONE), None)
+    if unknown is not None:
+        return f"{unknown or 'the optimizer'} is not known to step each parameter alone"
     if state_bytes == 0:
         return f"{trace.optimizer} has no state that is large enough to move"
     if state_bytes > capacity_bytes:

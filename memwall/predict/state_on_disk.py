@@ -116,7 +116,6 @@ def with_state_on_disk(
                 like, nbytes=num_bytes, birth=-1, dropped=len(step.ops), death=len(step.ops), batched=False
             )
         )
-    begin, end = optimizer_ops[0], optimizer_ops[-1] + 1
     buffers: tuple[int, ...] = ()
     if comes_back and like.device_type == "cuda":
         buffers = _device_buffers(step, resident_bytes=resident_bytes, bucket_bytes=bucket_bytes, min_bytes=min_bytes)
@@ -136,9 +135,18 @@ def with_state_on_disk(
             phase="optimizer",
             batched=False,
         )
+        for begin, end in _runs(optimizer_ops)
         for num_bytes in buffers
     )
     return msgspec.structs.replace(step, storages=tuple(storages))
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns where operations that follow each other begin and end: of several optimizers each may have its turn."""
+    known = set(numbers)
+    begins = [number for number in numbers if number - 1 not in known]
+    ends = [number + 1 for number in numbers if number + 1 not in known]
+    return list(zip(begins, ends, strict=True))
 
 
 def _resident(step: Step, resident_bytes: int, min_bytes: int) -> list[int]:

@@ -18,7 +18,7 @@ from memwall.apply.resharding import with_resharding_of_ranks
 from memwall.apply.streaming.open_streaming import is_streamed
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import handler_of
-from memwall.errors import ApplyError, MemwallError
+from memwall.errors import MemwallError
 from memwall.machine.limits import pinnable_bytes
 from memwall.patches import undo_all
 from memwall.planning.blocks import find_blocks
@@ -220,22 +220,17 @@ class PlanInEffect:
         Raises:
             MemwallError: the plan cannot be applied to it.
         """
-        if self.keeper.is_away:
-            if self.applied is None or not self.applied.can_replace(optimizer):
-                raise ApplyError(
-                    f"{type(optimizer).__name__} begins to step the model while another optimizer's state is on disk, "
-                    "and of several it stays in memory; have every optimizer step in the first step, hand all of them "
-                    "to memwall.fit(model, [first, second], budget=...), or give a larger budget"
-                )
+        if self.applied is None:
+            return  # what is recorded moves the state of all, or of none
+        if self.keeper.is_away and self.applied.can_replace(optimizer):
             self.applied.optimizers = ()  # nobody here holds the one before, which a script may have dropped
             self._borders.replace_optimizers(optimizer)
             self.keeper.turn_to(optimizer)
-        elif self.applied is not None and self.applied.is_alike(optimizer):
+        elif self.applied.is_alike(optimizer):
             self.applied.optimizers = ()
             self._borders.let_go_optimizers()
             self.applied.optimizers = tuple(one for one in self._borders.optimizers if one is not optimizer)
-        if self.applied is not None:
-            self.applied.add_optimizer(optimizer)
+        self.applied.add_optimizer(optimizer)
 
     def take_back(self, *, keeps_state: bool = False) -> None:
         """Leaves the model as it was before.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.parking import Parked
-from memwall.apply.optimizer_state.state_keeper import StateKeeper, stepping_bytes
+from memwall.apply.optimizer_state.state_keeper import StateKeeper, can_place, stepping_bytes
 from memwall.apply.streaming.open_streaming import is_streamed
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import allowed
@@ -239,7 +239,8 @@ class RecordedStep:
         if self._device.type == "cuda":
             trace = as_plain(trace)
             if self._keeper.is_away:
-                sizes = [p.nbytes for group in optimizers[0].param_groups for p in group["params"] if p.requires_grad]
+                (optimizer,) = optimizers  # of several none leaves a device in a step that is recorded
+                sizes = [p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
                 whole = (as_stepped_at_once(s, trace.names, sizes) for s in trace.steps)
                 trace = msgspec.structs.replace(trace, steps=tuple(whole))
             if self._began_streamed:  # beside tensors there is what the allocator has cut off and cannot use
@@ -306,11 +307,18 @@ class RecordedStep:
 
     def _spill(self, optimizers: Sequence[torch.optim.Optimizer], coming_bytes: int = 0) -> None:
         can_leave = self._is_on_cpu or (self._host_limit_bytes and num_processes() == 1)  # shards lie in parts
-        if not can_leave or not self._steps_alone(optimizers):
+        if not can_leave or not optimizers:
+            return
+        # What parameters leave memory for steps them all; a device has room for one step's temporaries, and in the
+        # backward it is not known how many are to come.
+        needs_one = self._parameters.away_bytes > 0 or not self._is_on_cpu or current_node() is not None
+        if not can_place(optimizers) or (needs_one and not self._steps_alone(optimizers)):
+            if self._keeper.is_away:
+                self._keeper.bring_back()  # one that came later has to keep its own in memory
             return
         used_bytes = self._parked.engine.bytes_written if self._parked is not None else 0
         self._keeper.spill_recorded(
-            optimizers[0],
+            optimizers,
             self._allocator,
             budget_bytes=self._settings.budget_bytes,
             coming_bytes=coming_bytes,

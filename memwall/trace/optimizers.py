@@ -30,7 +30,7 @@ class _Class(Struct, frozen=True, kw_only=True):
     """Says that torch picks foreach kernels on CUDA where nobody has chosen (`_default_to_fused_or_foreach`)."""
 
 
-# LBFGS, LAMB and SparseAdam are left out: they mix parameters, or take norms over them, or count steps in a group.
+# LBFGS and LAMB are left out: they mix parameters, or take norms over them.
 _CLASSES = {
     "ASGD": _Class(),
     "Adadelta": _Class(),
@@ -47,6 +47,7 @@ _CLASSES = {
     "RMSprop": _Class(),
     "Rprop": _Class(),
     "SGD": _Class(is_fused_on_cuda=True),
+    "SparseAdam": _Class(is_elementwise=False, leaves_foreach_to_torch=False),
     # DeepSpeed's own, which DeepSpeed alone steps.
     **dict.fromkeys(
         ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion"), _Class(homes=(), is_stepped_alone=False)

@@ -187,7 +187,8 @@ def test_the_cpu_is_not_planned_with_where_it_could_not_step_the_optimizer(live:
 def test_state_of_parameters_on_cuda_can_be_away_unless_the_run_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = on_cuda(torch.optim.SGD)
     assert can_place(optimizer)
-    assert not can_place([optimizer, on_cuda(torch.optim.AdamW)])
+    assert can_place([optimizer, on_cuda(torch.optim.AdamW)])
+    assert not can_place([on_cuda(torch.optim.AdamW) for _ in range(9)])
     optimizer.param_groups[0]["differentiable"] = True
     assert not can_place(optimizer)
     adam = on_cuda(torch.optim.AdamW)

@@ -21,7 +21,7 @@ from memwall.planning.techniques import optimizer_state
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement, bucket_choices
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.link_time import LinkTime
-from memwall.predict.state_on_disk import buffer_sizes, movable_state_bytes, state_sizes
+from memwall.predict.state_on_disk import buffer_sizes, movable_state_bytes, state_sizes, with_state_on_disk
 from memwall.trace.records import Step, Trace
 from memwall.trace.steps import steady_step
 
@@ -62,12 +62,13 @@ def scaled(step: Step, factor: float) -> Step:
         (lambda t: on_machine(t, tiers=()), "there is no disk to move optimizer state to; pass --disk DIR"),
         (lambda t: msgspec.structs.replace(t, optimizer="LBFGS"), "LBFGS is not known to step each parameter alone"),
         (lambda t: msgspec.structs.replace(t, optimizer=""), "the optimizer is not known"),
+        (lambda t: msgspec.structs.replace(t, optimizer="Muon + LBFGS"), "LBFGS is not known to step each parameter"),
         (
-            lambda t: msgspec.structs.replace(t, optimizer="Muon + AdamW"),
-            "several optimizers step the model (Muon + AdamW), and their state stays in memory",
+            lambda t: msgspec.structs.replace(t, optimizer=" + ".join(["AdamW"] * 9)),
+            "9 optimizers step the model (9 x AdamW), and state moves of 8 at most",
         ),
     ],
-    ids=["device", "no link", "no disk", "LBFGS", "no optimizer", "several"],
+    ids=["device", "no link", "no disk", "LBFGS", "no optimizer", "one of several", "too many"],
 )
 def test_it_is_legal_on_a_cpu_with_a_disk_for_optimizers_that_are_known(
     change: Callable[[Trace], Trace], words: str, a_trace: Callable[[str], Trace]
@@ -78,6 +79,23 @@ def test_it_is_legal_on_a_cpu_with_a_disk_for_optimizers_that_are_known(
     assert reason is not None
     assert words in reason
     assert state_placements(change(trace), steady_step(trace), capacity_bytes=CAPACITY_BYTES) == ()
+
+
+def test_it_is_legal_for_several_optimizers_that_are_known(a_trace: Callable[[str], Trace]) -> None:
+    several = msgspec.structs.replace(a_trace("gpt"), optimizer="Muon + AdamW")
+    assert can_move_optimizer_state(several, MIB, CAPACITY_BYTES) is None
+
+
+def test_buffers_are_in_memory_while_an_optimizer_steps_and_not_between_two(a_trace: Callable[[str], Trace]) -> None:
+    step = steady_step(a_trace("gpt"))
+    numbers = [number for number, op in enumerate(step.ops) if op.phase == "optimizer"]
+    middle = numbers[len(numbers) // 2]
+    ops = list(step.ops)
+    ops[middle] = msgspec.structs.replace(ops[middle], phase="forward")  # another model's turn
+    apart = msgspec.structs.replace(step, ops=tuple(ops))
+    moved = with_state_on_disk(apart, resident_bytes=0, bucket_bytes=MIB, min_bytes=MIN_STATE_BYTES)
+    buffers = [(s.birth, s.death) for s in moved.storages[len(step.storages) :]]
+    assert set(buffers) == {(numbers[0], middle), (middle + 1, numbers[-1] + 1)}
 
 
 def test_it_needs_state_and_room_for_it(a_trace: Callable[[str], Trace]) -> None:

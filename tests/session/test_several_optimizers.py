@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from combinations import every_pair, every_value
-from optimizer_runs import KIB, Net, same
+from optimizer_runs import KIB, Net, resident_state_bytes, same
 from plans import plan_of
 from shown_optimizers import shown_at_first_step
 from torch import nn
 
 import memwall
-from memwall.errors import ApplyError, InfeasibleError, UsageError
+from memwall.apply.optimizer_state.state_keeper import StateKeeper
+from memwall.errors import InfeasibleError, StoreError, UsageError
 from memwall.machine.meter import process_bytes
 from memwall.planning.planfile import Plan
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
@@ -208,41 +209,81 @@ def test_the_state_of_both_stands_in_the_step_that_is_planned(is_known: bool, ev
     assert len(plans) == every
 
 
-# State and parameters on disk: of one optimizer only.
+# State on disk: of each of them.
 
 
-def test_a_plan_that_keeps_state_on_disk_is_refused_before_the_first_step() -> None:
-    model, optimizers = made()
-    plan = plan_of(model, OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=KIB))
-    with (
-        pytest.raises(ApplyError, match=r"stepped by several \(Muon \+ AdamW\), whose state stays in memory"),
-        memwall.fit(model, optimizers, plan=plan),
-    ):
-        train(model, optimizers)
-    assert not any(optimizer.state for optimizer in optimizers)
+def on_disk(resident_bytes: int = 0) -> OptimizerPlacement:
+    return OptimizerPlacement(tier="disk", resident_bytes=resident_bytes, bucket_bytes=40 * KIB, min_bytes=KIB)
 
 
-@pytest.mark.slow
-def test_an_optimizer_that_comes_to_one_whose_state_is_on_disk_is_refused() -> None:
-    model, _ = made()
-    plan = plan_of(model, OptimizerPlacement(tier="disk", resident_bytes=0, bucket_bytes=40 * KIB, min_bytes=KIB))
-    first, second = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.last.parameters())
-    session = Session(plan=plan)
+@pytest.mark.parametrize(
+    ("is_known", "adamw_first", "every", "resident_bytes"),
+    every_pair(
+        {"fit": True, "run": False},
+        {"muon adamw": False, "adamw muon": True},
+        {"both in each step": 1, "one in every second": 2},
+        {"nothing stays": 0, "some stays": 50 * KIB},
+    ),
+)
+def test_the_state_of_both_is_on_disk_between_steps_and_in_memory_afterwards(
+    is_known: bool, adamw_first: bool, every: int, resident_bytes: int
+) -> None:
+    model, optimizers = made(adamw_first=adamw_first)
+    train(model, optimizers, every=every)
+    plain = everything(model, optimizers)
+    model, optimizers = made(adamw_first=adamw_first)
+    session = Session(plan=plan_of(model, on_disk(resident_bytes)))
+    session.attach(model, optimizers if is_known else None)
+    with session, shown_at_first_step(session):
+        train(model, optimizers, every=every)
+        present_bytes = sum(resident_state_bytes(optimizer) for optimizer in optimizers)
+        assert same(everything(model, optimizers), plain)
+    assert present_bytes <= resident_bytes
+    assert bool(present_bytes) == bool(resident_bytes)
+    assert same(everything(model, optimizers), plain)
+
+
+def test_what_the_state_of_both_takes_of_the_disk_counts_together(tmp_path: Path) -> None:
+    _, optimizers = made()
+    keeper = StateKeeper(str(tmp_path), None)
+    for optimizer in optimizers:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    keeper.place(optimizers, on_disk())
+    taken_bytes = keeper.away_bytes
+    keeper.bring_back()
+    assert not keeper.is_away
+    keeper = StateKeeper(str(tmp_path), taken_bytes - 1)
+    with pytest.raises(StoreError, match="limit"):
+        keeper.place(optimizers, on_disk())
+    keeper.bring_back()
+    assert all(value.device.type == "cpu" for o in optimizers for s in o.state.values() for value in s.values())
+
+
+def test_an_optimizer_that_comes_to_one_whose_state_is_on_disk_has_its_own_there_too() -> None:
+    def twice() -> tuple[nn.Module, Optimizers]:
+        model, _ = made()
+        return model, (torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.last.parameters()))
+
+    model, optimizers = twice()
+    train(model, optimizers, every=2)
+    plain = everything(model, optimizers)
+    model, optimizers = twice()
+    session = Session(plan=plan_of(model, on_disk()))
     session.attach(model, None)
-    with (
-        pytest.raises(ApplyError, match="AdamW begins to step the model while another optimizer's state is on disk"),
-        session,
-        shown_at_first_step(session),
-    ):
-        train(model, (first, second))
+    with session, shown_at_first_step(session):
+        train(model, optimizers, every=2)
+        assert [resident_state_bytes(optimizer) for optimizer in optimizers] == [0, 0]
+    assert same(everything(model, optimizers), plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_known", [True, False], ids=["fit", "run"])
-def test_a_first_step_without_room_keeps_state_in_memory_and_has_parameters_back(
+def test_a_first_step_without_room_has_the_state_of_both_on_disk_and_parameters_back(
     is_known: bool, without_room: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GIVEN a first optimizer that leaves gradients to another WHEN there is no room THEN neither steps in parts."""
+    """GIVEN a first optimizer that leaves gradients to another WHEN there is no room THEN both step in parts."""
     monkeypatch.setattr("memwall.apply.optimizer_state.state_keeper._lacks_room", lambda *_: True)
     model, optimizers = made()
     train(model, optimizers, num_steps=2)
@@ -253,13 +294,13 @@ def test_a_first_step_without_room_keeps_state_in_memory_and_has_parameters_back
     standing, in_forward, at_end = session._live.in_effect, [], []
     model.last.register_forward_hook(lambda *_: in_forward.append(standing.parameters.away_bytes > 0))
     optimizers[1].register_step_post_hook(
-        lambda *_: at_end.append(standing.keeper.is_away or standing.parameters.away_bytes)
+        lambda *_: at_end.append((standing.keeper.is_away, standing.parameters.away_bytes))
     )
     with session, shown_at_first_step(session):
         train(model, optimizers, num_steps=2)
     assert same(everything(model, optimizers), plain)
     assert in_forward[0] == (not is_known)
-    assert at_end == [0, 0]
+    assert at_end == [(True, 0), (False, 0)]
 
 
 # Optimizers of single parameters, which hooks step within the backward.

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import torch
 from fake_steps import record_fake
-from optimizer_runs import digest_of_training
+from optimizer_runs import digest_of_training, resident_state_bytes
+from plans import a_plan
 from torch import nn
 
 import memwall
@@ -21,9 +22,10 @@ from memwall.planning.planfile import Plan
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.allocator import AllocatorReuse
-from memwall.planning.techniques.optimizer_state import OptimizerPlacement
+from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement
 from memwall.predict.cuda.translate import recording_for, translated
 from memwall.session.session import Session
+from memwall.trace.modules import fingerprint
 from memwall.trace.records import Trace
 from memwall.trace.workload import Workload
 
@@ -168,3 +170,27 @@ def test_a_session_measures_the_disk_where_its_host_may_lack_room_and_its_trace_
     torch.cuda.empty_cache()
     _, held_bytes = trained(plan, tmp_path)
     assert held_bytes == pytest.approx(plan.forecast.phases["steady_step"].allocated_bytes, rel=0.01)
+
+
+def test_the_state_of_two_optimizers_is_in_host_memory_between_steps() -> None:
+    def run(plan: Plan | None) -> tuple[list[str], int]:
+        torch.manual_seed(0)
+        model = made().cuda()
+        optimizers = [stepping(model[:4].parameters()), torch.optim.Adam(model[4:].parameters(), lr=1e-3)]
+        with nullcontext() if plan is None else memwall.fit(model, optimizers, plan=plan):
+            for step in range(4):
+                torch.manual_seed(step)
+                model(torch.randn(8, WIDTH, device="cuda")).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            resident_bytes = sum(resident_state_bytes(optimizer) for optimizer in optimizers)
+        return [digest_of_training(model, optimizer) for optimizer in optimizers], resident_bytes
+
+    placed = OptimizerPlacement(tier="host", resident_bytes=0, bucket_bytes=8 * MIB, min_bytes=MIN_STATE_BYTES)
+    plain, plain_bytes = run(None)
+    plan = a_plan(placed, device="cuda", model_fingerprint=fingerprint([made()]), process_bytes=1)
+    found, held_bytes = run(plan)
+    assert found == plain
+    assert plain_bytes > STATE_BYTES
+    assert held_bytes < MIN_STATE_BYTES * 2 * NUM_LAYERS

@@ -101,6 +101,11 @@ class OptimizerState:
         return self._space.kept
 
     @property
+    def resident_left_bytes(self) -> int:
+        """Counts the bytes that may stay and that no parameter's state takes: those of the next optimizer."""
+        return self._shares.resident_left_bytes
+
+    @property
     def away_bytes(self) -> int:
         """Counts the bytes that are away between steps, padding included."""
         return sum(share.bucket.num_bytes for share in self._shares.every)

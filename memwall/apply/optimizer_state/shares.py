@@ -61,7 +61,8 @@ class Shares:
     ) -> None:
         self._optimizer, self._space = optimizer, space
         self.bucket_bytes, self._min_bytes = bucket_bytes, min_bytes
-        self._resident_left_bytes = resident_bytes
+        self.resident_left_bytes = resident_bytes
+        """Counts what may stay and is not taken yet."""
         self.every: list[StateShare] = []
         self._share_of: dict[Tensor, StateShare | None] = {}
 
@@ -93,8 +94,8 @@ class Shares:
 
     def _place_of(self, parameter: Tensor, num_bytes: int) -> StateShare | None:
         """Returns the share that takes a parameter; None where its state stays in memory."""
-        if num_bytes <= self._resident_left_bytes:
-            self._resident_left_bytes -= num_bytes
+        if num_bytes <= self.resident_left_bytes:
+            self.resident_left_bytes -= num_bytes
             return None
         if not self.every or self.every[-1].state_bytes + num_bytes > self.bucket_bytes:
             label = f"bucket {len(self.every)} of the {type(self._optimizer).__name__}'s state"
@@ -111,7 +112,8 @@ def state_entries(
     state = optimizer.state.get(parameter)
     if not isinstance(state, dict):
         return []
-    kept = {tensor.data_ptr() for tensor in (parameter, parameter.grad) if tensor is not None}
+    dense = (tensor for tensor in (parameter, parameter.grad) if tensor is not None and tensor.layout is torch.strided)
+    kept = {tensor.data_ptr() for tensor in dense}
     found: list[Entry] = []
     for key, value in state.items():
         if can_move(value, min_bytes, device) and value.data_ptr() not in kept:

@@ -7,7 +7,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.errors import ApplyError, MemwallError, OffloadIOError, StoreError
 from memwall.machine.meter import CudaMeter, process_bytes
 from memwall.patches import undo_all
+from memwall.planning.location import MOST_PLACED
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement, bucket_choices
 from memwall.store.buckets import DiskSpace
 from memwall.trace.optimizers import Optimizers, optimizers_of
@@ -43,14 +44,14 @@ _SLACK_BYTES = 16 << 20
 
 
 def can_place(given: Optimizers) -> bool:
-    """Returns whether the state of a model's optimizer can be on the next tier between steps; several cannot."""
+    """Returns whether the state of a model's optimizers can be on the next tier between steps; that of many cannot."""
     optimizers = optimizers_of(given)
     try:
         for optimizer in optimizers:
             check_can_be_away(optimizer)
     except ApplyError:
         return False
-    return len(optimizers) <= 1
+    return len(optimizers) <= MOST_PLACED
 
 
 def why_not_on_cpu(given: Optimizers) -> str | None:
@@ -64,7 +65,7 @@ def why_not_on_cpu(given: Optimizers) -> str | None:
 
 
 class StateKeeper:
-    """Holds the state of one optimizer, or nothing.
+    """Holds the state of the optimizers that step a model, or nothing.
 
     Args:
         disk: directory; None for the default one.
@@ -79,14 +80,24 @@ class StateKeeper:
         around_step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda inner: inner,
     ) -> None:
         self._disk, self._capacity_bytes, self._around_step = disk, capacity_bytes, around_step
-        self._opened = OpenOnDisk[OptimizerState | CpuStep]()
+        self._every = [OpenOnDisk[OptimizerState | CpuStep]()]
+        """Has one for each optimizer whose state is away; the first may hold nothing."""
         self._rests: list[weakref.ref[OpenOnDisk[OptimizerState | CpuStep]]] = []
         self._counted_bytes = (0, 0)
         self._low_bit: LowBitOptimizerState | None = None
 
     @property
-    def _state(self) -> OptimizerState | None:
-        return self._opened.held if isinstance(self._opened.held, OptimizerState) else None
+    def _opened(self) -> OpenOnDisk[OptimizerState | CpuStep]:
+        """Is that of the first optimizer, or of the only one."""
+        return self._every[0]
+
+    @property
+    def _held(self) -> list[OptimizerState | CpuStep]:
+        return [opened.held for opened in self._every if opened.held is not None]
+
+    @property
+    def _states(self) -> list[OptimizerState]:
+        return [held for held in self._held if isinstance(held, OptimizerState)]
 
     @property
     def _resting(self) -> list[OpenOnDisk[OptimizerState | CpuStep]]:
@@ -100,20 +111,21 @@ class StateKeeper:
     @property
     def failure(self) -> MemwallError | None:
         """Is the first transfer that failed in a step."""
-        if self._opened.held is None and self._low_bit is None and not self._rests:
+        held = self._held
+        if not held and self._low_bit is None and not self._rests:
             return None  # as where a plan does nothing
-        every = (self._opened.held, self._low_bit, *(one.held for one in self._resting))
+        every = (*held, self._low_bit, *(one.held for one in self._resting))
         return next((kept.failure for kept in every if kept and kept.failure), None)
 
     @property
     def is_away(self) -> bool:
         """Says whether state is on disk, or would be if there were any."""
-        return self._opened.held is not None
+        return bool(self._held)
 
     @property
     def away_bytes(self) -> int:
-        """Counts the state that is on disk now of the optimizer that steps."""
-        return 0 if self._opened.held is None else self._opened.held.away_bytes
+        """Counts the state that is on disk now of the optimizers that step."""
+        return sum(held.away_bytes for held in self._held)
 
     @property
     def num_low_bit(self) -> int:
@@ -129,45 +141,64 @@ class StateKeeper:
         """
         if self._low_bit is not None:
             return
-        if self._state is None:
+        if not self._states:
             self._opened.close()
         moments = LowBitMoments(optimizer)
-        if self._state is not None:
-            self._state.on_return = moments.close
+        for state in self._states:
+            state.on_return = moments.close
             self._opened.close()
         self._low_bit = LowBitOptimizerState(moments)
 
-    def place(self, optimizer: torch.optim.Optimizer, action: OptimizerPlacement, *, host_limit_bytes: int = 0) -> None:
+    def place(
+        self, optimizers: Sequence[torch.optim.Optimizer], action: OptimizerPlacement, *, host_limit_bytes: int = 0
+    ) -> None:
         """Puts the state where a plan has it, from wherever it is.
 
         Args:
+            optimizers: those whose state it is; what may stay is of the first ones.
             host_limit_bytes: the most host memory to take, for parameters on CUDA.
 
         Raises:
-            ApplyError: the optimizer cannot be stepped in parts, or its parameters are not on the plan's device.
+            ApplyError: an optimizer cannot be stepped in parts, or its parameters are not on the plan's device.
             StoreError: the directory is missing, read-only, full, or a RAM disk; or the host has no room.
         """
         self._open_moments()
-        if self._opened.held is not None and self._opened.held.kept != _KEPT[action.tier]:
-            self._opened.close()
-        if self._state is not None:
-            self._state.end_recording()
-            self._state.settle(resident_bytes=action.resident_bytes, bucket_bytes=action.bucket_bytes)
-            return
+        resident_bytes = action.resident_bytes
+        for optimizer in optimizers:
+            resident_bytes = self._place(optimizer, action, resident_bytes, host_limit_bytes).resident_left_bytes
+
+    def _place(
+        self, optimizer: torch.optim.Optimizer, action: OptimizerPlacement, resident_bytes: int, host_limit_bytes: int
+    ) -> OptimizerState:
+        opened = self._opened_for(optimizer)
+        if opened.held is not None and opened.held.kept != _KEPT[action.tier]:
+            opened.close()
+        if isinstance(opened.held, OptimizerState):
+            opened.held.end_recording()
+            opened.held.settle(resident_bytes=resident_bytes, bucket_bytes=action.bucket_bytes)
+            return opened.held
         with self._beside_resting():
-            self._opened.hold(
-                open_optimizer_state(
-                    optimizer,
-                    tier=action.tier,
-                    disk=self._disk,
-                    capacity_bytes=self._left_bytes(),
-                    host_limit_bytes=max(0, host_limit_bytes - self.resting_bytes("host")),
-                    resident_bytes=action.resident_bytes,
-                    bucket_bytes=action.bucket_bytes,
-                    min_bytes=action.min_bytes,
-                    around_step=self._around_step,
-                )
+            state, close = open_optimizer_state(
+                optimizer,
+                tier=action.tier,
+                disk=self._disk,
+                capacity_bytes=self._left_bytes(),
+                host_limit_bytes=self._left_host_bytes(host_limit_bytes),
+                resident_bytes=resident_bytes,
+                bucket_bytes=action.bucket_bytes,
+                min_bytes=action.min_bytes,
+                around_step=self._around_step,
             )
+        opened.hold((state, close))
+        return state
+
+    def _opened_for(self, optimizer: torch.optim.Optimizer) -> OpenOnDisk[OptimizerState | CpuStep]:
+        """Returns what holds this optimizer's state, or will hold it."""
+        its_own = [one for one in self._every if one.held is not None and one.held.optimizer is optimizer]
+        free = [one for one in self._every if one.held is None]
+        if not its_own and not free:
+            self._every += (free := [OpenOnDisk()])
+        return (its_own or free)[0]
 
     def step_on_cpu(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int, host_limit_bytes: int) -> None:
         """Has the CPU step a device's parameters, beside their state in host memory; it comes from wherever it is.
@@ -186,13 +217,13 @@ class StateKeeper:
             self._opened.held.bucket_bytes = bucket_bytes
             return
         self._opened.close()
-        limit_bytes = max(0, host_limit_bytes - self.resting_bytes("host"))
+        limit_bytes = self._left_host_bytes(host_limit_bytes)
         with self._beside_resting():
             self._opened.hold(open_cpu_step(optimizer, bucket_bytes=bucket_bytes, limit_bytes=limit_bytes))
 
     def spill_recorded(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         allocator: AllocatorHandler,
         *,
         budget_bytes: int,
@@ -204,6 +235,7 @@ class StateKeeper:
         """Has a step that is being recorded keep its state on the tier below, if the budget has no room for it.
 
         Args:
+            optimizers: those that are known by now; the state of all of them leaves, or of none.
             must: whatever room there is.
             coming_bytes: what the step makes before its optimizer runs.
             used_bytes: what else of the step is on the disk.
@@ -212,34 +244,36 @@ class StateKeeper:
         Returns:
             Whether the state is, or will be, there.
         """
-        if self._state is not None:
-            return True
-        if not must and not _lacks_room(optimizer, allocator, budget_bytes - coming_bytes):
+        waiting = [optimizer for optimizer in optimizers if self._opened_for(optimizer).held is None]
+        is_begun = len(waiting) < len(optimizers)
+        if not must and not is_begun and not _lacks_room(optimizers, allocator, budget_bytes - coming_bytes):
             return False
         sizes = [
             num_bytes
+            for optimizer in optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
             if (num_bytes := expected_state_bytes(optimizer, parameter, group, MIN_STATE_BYTES, parameter.device))
         ]
-        is_on_cpu = device_of(optimizer).type == "cpu"
         try:
-            self._opened.hold(
-                open_optimizer_state(
-                    optimizer,
-                    tier="disk" if is_on_cpu else "host",
-                    disk=self._disk,
-                    capacity_bytes=self._left_bytes(used_bytes),
-                    host_limit_bytes=max(0, host_limit_bytes - self.resting_bytes("host")),
-                    resident_bytes=0,
-                    bucket_bytes=bucket_choices(sizes)[0],
-                    min_bytes=MIN_STATE_BYTES,
-                    is_recorded=True,
-                    around_step=self._around_step,
+            for optimizer in waiting:
+                self._opened_for(optimizer).hold(
+                    open_optimizer_state(
+                        optimizer,
+                        tier="disk" if device_of(optimizer).type == "cpu" else "host",
+                        disk=self._disk,
+                        capacity_bytes=self._left_bytes(used_bytes),
+                        host_limit_bytes=self._left_host_bytes(host_limit_bytes),
+                        resident_bytes=0,
+                        bucket_bytes=bucket_choices(sizes)[0],
+                        min_bytes=MIN_STATE_BYTES,
+                        is_recorded=True,
+                        around_step=self._around_step,
+                    )
                 )
-            )
         except (ApplyError, StoreError) as reason:
             _log.info("the first step keeps the optimizer's state in memory: %s", reason)
+            self.bring_back()
             return False
         return True
 
@@ -251,11 +285,13 @@ class StateKeeper:
         """
         self._counted_bytes = self.moved_bytes()
         self._rests = [*map(weakref.ref, self._resting)]
-        if self._opened.held is not None:
-            self._opened.held.rest(self._opened)
-            self._rests.append(weakref.ref(self._opened))
+        for opened in self._every:
+            if opened.held is not None:
+                opened.held.rest(opened)
+                self._rests.append(weakref.ref(opened))
+        del opened
         found = [one for one in self._resting if one.held is not None and one.held.optimizer is optimizer]
-        self._opened = found[0] if found else OpenOnDisk()
+        self._every = found[:1] or [OpenOnDisk()]
         self._rests = [one for one in self._rests if one() is not self._opened]
         if not found:
             gc.collect()  # an optimizer and what took its step over hold each other
@@ -264,7 +300,13 @@ class StateKeeper:
         """Returns what may be taken of the disk beside that and what others hold there; None for no limit."""
         if self._capacity_bytes is None:
             return None
-        return max(0, self._capacity_bytes - used_bytes - self.resting_bytes("disk"))
+        return max(0, self._capacity_bytes - used_bytes - self._taken_bytes("disk"))
+
+    def _left_host_bytes(self, limit_bytes: int) -> int:
+        return max(0, limit_bytes - self._taken_bytes("host"))
+
+    def _taken_bytes(self, tier: str) -> int:
+        return self.resting_bytes(tier) + sum(held.taken_bytes(tier) for held in self._held)
 
     @contextmanager
     def _beside_resting(self) -> Iterator[None]:
@@ -283,13 +325,15 @@ class StateKeeper:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Has state in its place while a recorder looks at it."""
-        with self._state.shown() if self._state is not None else nullcontext():
+        with ExitStack() as stack:
+            for state in self._states:
+                stack.enter_context(state.shown())
             yield
 
     def set_proving(self, is_proving: bool) -> None:
         """Has state that leaves from now on compared with what comes back, or no longer."""
-        if self._state is not None:
-            self._state.proof.is_on = is_proving
+        for state in self._states:
+            state.proof.is_on = is_proving
 
     def bring_back(self) -> None:
         """Brings all state into memory again, as torch has it; nothing stays on disk.
@@ -298,7 +342,7 @@ class StateKeeper:
             StoreError: state cannot be read back, and no step has failed for that reason before.
         """
         self._open_moments()
-        self._opened.close()
+        undo_all([opened.close for opened in self._every])
 
     def close(self) -> None:
         """Brings the state back, and that of optimizers that others have replaced.
@@ -317,7 +361,7 @@ class StateKeeper:
 
     def moved_bytes(self) -> tuple[int, int]:
         """Returns the bytes written to disk and read from it since this was asked last."""
-        moved = [one.moved_bytes() for one in (self._opened, *self._resting)]
+        moved = [one.moved_bytes() for one in (*self._every, *self._resting)]
         moved.append(self._counted_bytes)
         self._counted_bytes = 0, 0
         return sum(out for out, _ in moved), sum(back for _, back in moved)
@@ -339,16 +383,17 @@ def stepping_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     )
 
 
-def _lacks_room(optimizer: torch.optim.Optimizer, allocator: AllocatorHandler, budget_bytes: int) -> bool:
+def _lacks_room(optimizers: Sequence[torch.optim.Optimizer], allocator: AllocatorHandler, budget_bytes: int) -> bool:
     """Returns whether a step that keeps its state in memory would pass the budget."""
-    device = device_of(optimizer)
+    device = device_of(optimizers[0])
     new_bytes = largest_bytes = all_bytes = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            largest_bytes = max(largest_bytes, parameter.nbytes)
-            all_bytes += parameter.nbytes
-            if not optimizer.state.get(parameter):
-                new_bytes += expected_state_bytes(optimizer, parameter, group, MIN_STATE_BYTES, device)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                largest_bytes = max(largest_bytes, parameter.nbytes)
+                all_bytes += parameter.nbytes
+                if not optimizer.state.get(parameter):
+                    new_bytes += expected_state_bytes(optimizer, parameter, group, MIN_STATE_BYTES, device)
     # On a device the usual step computes with all parameters at once.
     at_once_bytes = largest_bytes if device.type == "cpu" else all_bytes
     room_bytes = budget_bytes - new_bytes - _TEMPORARIES * at_once_bytes - _SLACK_BYTES

@@ -36,7 +36,8 @@ def why_not_streamed(model: nn.Module, given: Optimizers) -> str | None:
         return "compiled code uses parameters without the modules that they belong to"
     optimizers = optimizers_of(given)
     if len(optimizers) > 1:
-        return f"several optimizers step the model ({counted(joint_name(optimizers))}), whose state stays in memory"
+        several = counted(joint_name(optimizers))
+        return f"several optimizers step the model ({several}), and parameters leave memory for one alone"
     if not can_place(optimizers):
         return f"{joint_name(optimizers)} cannot be stepped a few parameters at a time"
     if device.type == "cuda" and kept_space() is not None:

@@ -10,14 +10,14 @@ from memwall.units import format_bytes
 class OptimizerStateHandler(StateHandler[OptimizerPlacement]):
     """Streams the state through a step on the parameters' device."""
 
-    is_away = True
+    is_away = takes_several = True
 
     @property
     def kept(self) -> str:
         return "on disk" if self.action.tier == "disk" else "in host memory"
 
     def place(self, target: Target) -> None:
-        target.keeper.place(target.optimizers[0], self.action, host_limit_bytes=target.host_limit_bytes or 0)
+        target.keeper.place(target.optimizers, self.action, host_limit_bytes=target.host_limit_bytes or 0)
 
     def effect(self, target: Target) -> PlacementEffect:
         resident_bytes = self.action.resident_bytes

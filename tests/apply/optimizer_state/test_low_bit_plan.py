@@ -52,7 +52,7 @@ def test_from_disk_moments_come_a_bucket_at_a_time(tmp_path: Path, monkeypatch: 
     train_step(model, optimizer, 0)
     whole = copy.deepcopy(optimizer.state_dict())
     keeper = StateKeeper(str(tmp_path), None)
-    keeper.place(optimizer, ON_DISK)
+    keeper.place([optimizer], ON_DISK)
     form, seen, bring_back = load_torchao(), [], Bucket.bring_back
 
     def watched(bucket: Bucket[Any]) -> None:
@@ -68,7 +68,7 @@ def test_from_disk_moments_come_a_bucket_at_a_time(tmp_path: Path, monkeypatch: 
     for index, state in optimizer.state_dict()["state"].items():
         for key, value in state.items():
             assert (value - whole["state"][index][key]).norm() <= 0.02 * value.norm()
-    keeper.place(optimizer, ON_DISK)
+    keeper.place([optimizer], ON_DISK)
     assert (num_low(optimizer), keeper.is_away) == (0, True)
     keeper.bring_back()
     assert not keeper.is_away

@@ -212,7 +212,7 @@ def test_state_is_spilled_where_the_budget_has_no_room_for_it(
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1 << 20))])
     keeper, meter = StateKeeper(str(tmp_path), None), Meter(monkeypatch, now, trimmed)
     # 8 MiB of state, twice 4 MiB of temporaries, 16 MiB to spare.
-    assert keeper.spill_recorded(optimizer, meter, budget_bytes=280 << 20) == is_away  # type: ignore[arg-type]
+    assert keeper.spill_recorded([optimizer], meter, budget_bytes=280 << 20) == is_away  # type: ignore[arg-type]
     assert keeper.is_away == is_away
     keeper.bring_back()
 
@@ -222,9 +222,9 @@ def test_what_cannot_be_spilled_stays_in_memory(tmp_path: Path) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1 << 16))]
     lbfgs = torch.optim.LBFGS(parameters)
     assert not can_place(lbfgs)
-    assert not StateKeeper(str(tmp_path), None).spill_recorded(lbfgs, AllocatorHandler(), budget_bytes=1)
+    assert not StateKeeper(str(tmp_path), None).spill_recorded([lbfgs], AllocatorHandler(), budget_bytes=1)
     adamw = torch.optim.AdamW(parameters)
     assert can_place(adamw)
     assert can_place(None)
-    assert not StateKeeper(str(tmp_path / "none"), None).spill_recorded(adamw, AllocatorHandler(), budget_bytes=1)
-    assert not StateKeeper(str(tmp_path), 4096).spill_recorded(adamw, AllocatorHandler(), budget_bytes=1)
+    assert not StateKeeper(str(tmp_path / "none"), None).spill_recorded([adamw], AllocatorHandler(), budget_bytes=1)
+    assert not StateKeeper(str(tmp_path), 4096).spill_recorded([adamw], AllocatorHandler(), budget_bytes=1)
