@@ -186,7 +186,9 @@ class LivePlan:
             TraceError: it was no whole step.
         """
         assert self.recorded is not None
-        self.trace, first = self.recorded.finish(self._borders.optimizers)
+        trace, first = self.recorded.finish(self._borders.optimizers)
+        num_batches = trace.num_micro_batches + self._borders.num_left_out
+        self.trace = msgspec.structs.replace(trace, num_micro_batches=num_batches)
         earlier = self.settings.first_step
         if earlier is not None:  # a run under another budget begins with that step again
             first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, earlier.needed_bytes))

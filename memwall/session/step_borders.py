@@ -89,6 +89,10 @@ class StepBorders:
         """Tells, while a step is recorded, whether the loop itself has changed parameters after a backward."""
         self.is_dry_run: Callable[[], bool] = lambda: False
         """Tells, while a step is recorded, whether it has forwards alone, of which nothing is left."""
+        self.begins_anew: Callable[[], bool] = lambda: False
+        """Tells whether the step is to be recorded from the further forward on that is about to be called."""
+        self.num_left_out = 0
+        """Forwards that the step had before it was begun anew."""
         self._num_dry_runs = 0
         self.called: nn.Module | None = None
         """The model that was called last with gradients on."""
@@ -285,7 +289,9 @@ class StepBorders:
         if not self._is_watching_scaling:
             self._watch_scaling()
         self.phase, self.called = "forward", model
-        if not is_another:  # a further micro-batch of the same step, or another model's turn
+        num_before = 0 if is_another else self._num_forwards
+        if not is_another and (self._has_stepped or self.in_optimizer or not self.begins_anew()):
+            # A further micro-batch of the same step, or another model's turn.
             self._num_forwards += 1
             self.turns.called(model)
             self.in_step = True
@@ -298,7 +304,7 @@ class StepBorders:
             self.in_first_forward = self.in_optimizer = False
         self.turns.begin(model)
         self.in_step, self._has_stepped, self._num_forwards = True, False, int(not self.is_ahead)
-        self._is_left_out = False
+        self._is_left_out, self.num_left_out = False, num_before
 
     @property
     def is_first_forward(self) -> bool:

@@ -85,9 +85,10 @@ class Steps:
             lambda: self.live.in_effect.parameters.built_bytes,
         )
         self._first_turns = FirstTurns()
-        self._changes = LoopChanges(self.live, self.borders, self.recovery)
-        self._spared = SparedBlocks(self.borders, self.live)
         self._smaller = SmallerForwards(self.live)
+        self._changes = LoopChanges(self.live, self.borders, self.recovery, self._smaller)
+        self.borders.begins_anew = self._changes.begins_anew
+        self._spared = SparedBlocks(self.borders, self.live)
         self._evaluations = EvaluationRoom(self.live, self.borders)
         self._num_checked = 0
         """Steps whose effects were looked at: once in each, when all that it called has been stepped."""

@@ -1,5 +1,7 @@
 """A batch that is larger than the recorded one, and has no room under its plan, is recorded before its forward."""
 
+import hashlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,14 +19,16 @@ from memwall.trace.operator_arguments import tensors_among
 MIB = 1 << 20
 
 
-def too_large(shape: Shape, *, held: int = 200, budget: int | None = 250, recorded: Shape = (8, 64)) -> bool:
+def too_large(
+    shape: Shape, *, held: int = 200, budget: int | None = 250, recorded: Shape = (8, 64), margin: int = 0
+) -> bool:
     """Tells so of a plan that holds so many MiB, of which the process has 100 before the step, and the model 20."""
     standing = SimpleNamespace(nbytes=20 * MIB, category="parameter")
     trace = SimpleNamespace(
         device="cpu", input_shape=recorded, base_bytes=100 * MIB, steps=(SimpleNamespace(storages=(standing,)),)
     )
     budget_bytes = None if budget is None else budget * MIB
-    forecast = SimpleNamespace(budget_bytes=budget_bytes, steady_process_bytes=held * MIB)
+    forecast = SimpleNamespace(budget_bytes=budget_bytes, margin_bytes=margin * MIB, steady_process_bytes=held * MIB)
     return is_too_large(shape, cast(Any, trace), cast(Any, SimpleNamespace(forecast=forecast)))
 
 
@@ -48,6 +52,11 @@ def test_growth_is_foreseen_from_the_first_tensors_shape(shape: Shape, expected:
 def test_without_a_budget_or_a_recorded_shape_nothing_is_too_large() -> None:
     assert not too_large((80, 64), budget=None)
     assert not too_large((80, 64), recorded=())
+
+
+def test_half_of_the_margin_is_left() -> None:
+    assert not too_large((8, 70), held=225)
+    assert too_large((8, 70), held=225, margin=16)
 
 
 def test_the_first_tensor_with_dimensions_is_the_input() -> None:
@@ -149,3 +158,54 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: tuple[int, 
         model(torch.ones(size, 256)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def accumulated(budget_mib: int | None, states: list[str]) -> tuple[str, memwall.Session | None]:
+    """Trains steps of two batches each, one of which is long, and returns a digest of the weights."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.Adam(model.parameters())
+    return_free_memory()
+    budget = None if budget_mib is None else process_bytes() + budget_mib * MIB
+    with nullcontext() if budget is None else memwall.fit(model, optimizer, budget=budget) as session:
+        for sizes in ((64, 64), (64, 64), (64, 2048), (64, 2048), (2048, 64)):
+            for size in sizes:
+                loss = model(torch.rand(size, 256)).square().mean()
+                states.append("" if session is None else session.state)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest(), session
+
+
+@pytest.mark.slow
+def test_a_step_is_recorded_from_a_longer_batch_on_that_adds_to_its_gradients() -> None:
+    """GIVEN a plan for short batches WHEN a step's second one is long THEN it is recorded, once, and adds up."""
+    states: list[str] = []
+    digest, session = accumulated(220, states)
+    assert states == ["recording"] * 2 + ["running"] * 3 + ["recording"] + ["running"] * 4
+    assert session is not None
+    assert session.trace is not None
+    assert session.trace.num_micro_batches == 2  # so that no plan lets go of gradients in a backward
+    assert session.measured.overall_peak_bytes <= session.budget_bytes
+    assert digest == accumulated(None, [])[0]
+
+
+@pytest.mark.slow
+def test_a_step_goes_on_where_an_earlier_forward_of_it_waits_for_its_backward() -> None:
+    """GIVEN steps of two forwards and one backward WHEN the second is long THEN no part of it alone is recorded."""
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return_free_memory()
+    states: list[str] = []
+    with memwall.fit(model, optimizer, budget=process_bytes() + 100 * MIB) as session:
+        for size in (64, 64, 4096):
+            losses = []
+            for each in (64, size):
+                losses.append(model(torch.ones(each, 256)).square().mean())
+                states.append(session.state)
+            sum(losses, torch.zeros(())).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert states == ["recording"] * 2 + ["running"] * 4

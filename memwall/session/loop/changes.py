@@ -1,6 +1,6 @@
 """Tells whether the step that begins is another one than the plan was made from, which is to be recorded, and why."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_not
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from memwall.session.live_plan import LivePlan, Revision
-from memwall.session.loop.longer_batch import is_too_large
+from memwall.session.loop.longer_batch import Shape, is_tight, is_too_large
+from memwall.session.loop.smaller_forwards import SmallerForwards
 from memwall.session.loop.stages import Stages
 from memwall.session.recovery import Recovery
 from memwall.session.step_borders import StepBorders
+from memwall.torch_internals.autograd import version_of
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.modules import own_modules, own_parameters
 from memwall.trace.together import models_of
@@ -21,8 +23,9 @@ from memwall.units import format_bytes
 
 _T = TypeVar("_T")
 
-_takes_gradients = attrgetter("requires_grad")
+_takes_gradients, _gradient = attrgetter("requires_grad"), attrgetter("grad")
 _is_there = partial(is_not, None)
+_UNKNOWN = -1, -1
 
 
 class Layers:
@@ -38,6 +41,12 @@ class Layers:
             self._find()
         with without_subclass_functions():  # to look at parameters on disk does not bring them in
             return tuple(map(_takes_gradients, filter(_is_there, _values(self._parameters))))
+
+    def first_gradient(self) -> tuple[int, int] | None:
+        """Tells the first gradient that is there, and how often it was changed, so that a backward shows; or None."""
+        with without_subclass_functions():
+            found = next(filter(_is_there, map(_gradient, filter(_is_there, _values(self._parameters)))), None)
+        return None if found is None else (id(found), version_of(found))
 
     @property
     def device(self) -> torch.device:
@@ -87,8 +96,10 @@ class LoopChanges:
         why: says why a step is recorded after there was a plan; "" of the first one.
     """
 
-    def __init__(self, live: LivePlan, borders: StepBorders, recovery: Recovery) -> None:
-        self._live, self._borders, self._recovery = live, borders, recovery
+    def __init__(self, live: LivePlan, borders: StepBorders, recovery: Recovery, forwards: SmallerForwards) -> None:
+        self._live, self._borders, self._recovery, self._forwards = live, borders, recovery, forwards
+        self._gradient: tuple[int, int] | None = _UNKNOWN
+        """The first gradient as the last forward began, where steps have several."""
         self._stages = Stages()
         self._called: frozenset[int] = frozenset()
         """The models, by their id, that were called in the step that the present plan was made from."""
@@ -137,6 +148,7 @@ class LoopChanges:
         Args:
             is_running: whether there is a plan; without one only other models count.
         """
+        self._gradient = _UNKNOWN if self._borders.had_one_forward else self.layers.first_gradient()
         ranks = self._live.ranks
         if ranks is not None and not ranks.have_inputs:
             return False
@@ -175,7 +187,34 @@ class LoopChanges:
         """
         here = self._live
         is_fixed = here.is_given or here.in_effect.is_cooperative
-        return not is_fixed and is_too_large(self._borders.input_shape, here.trace, here.plan)
+        return not is_fixed and is_too_large(self._borders.input_shape, here.trace, here.plan, self._recorded)
+
+    @property
+    def _recorded(self) -> Collection[Shape]:
+        called, trace = self._borders.called, self._live.trace
+        return () if called is None or trace is None else self._forwards.recorded_with(called, trace.input_shape)
+
+    def begins_anew(self) -> bool:
+        """Tells whether a step is to be recorded from a further forward on, for whose batch another plan has room.
+
+        Of a loop that adds up the gradients of several batches: those so far are in the parameters, and nothing else is
+        left of them. To be asked before each further forward.
+        """
+        here = self._live
+        before, self._gradient = self._gradient, self.layers.first_gradient()
+        return (
+            self._gradient not in (before, None)  # a backward has run since
+            and before != _UNKNOWN
+            and here.plan is not None
+            and not is_tight(here.plan)
+            and here.trace is not None
+            and here.trace.device == "cpu"
+            and here.ranks is None
+            and len(models_of(self._borders.attached_model)) == 1
+            and not here.in_effect.keeper.is_away
+            and not here.in_effect.parameters.away_bytes
+            and self.is_longer
+        )
 
     def _is_new_turn(self) -> bool:
         """Tells whether a model begins the step that was not called in the one that was planned, nor in an earlier one.

@@ -1,7 +1,7 @@
 """Tells before a step whether its batch is too large for a plan that was made from a smaller one's step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -42,20 +42,38 @@ def growth_of(shape: Shape, recorded: Shape) -> float:
     return shape[0] / recorded[0] * max(lengths, lengths**2)
 
 
-def is_too_large(shape: Shape, trace: Trace | None, plan: Plan | None) -> bool:
+def is_too_large(shape: Shape, trace: Trace | None, plan: Plan | None, recorded: Collection[Shape] = ()) -> bool:
     """Returns whether a step with such a batch may pass the budget of a plan for the recorded one.
 
     What a step holds grows with the samples, and with their length squared where each position looks at all others.
+    Half of the plan's margin is left, for what steps differ by anyway.
+
+    Args:
+        recorded: the shapes of all forwards of the recorded step, of which the trace tells the first one's.
     """
     if trace is None or plan is None or shape == trace.input_shape:
         return False  # as nearly always, and quickly found
-    recorded, budget_bytes = trace.input_shape, plan.forecast.budget_bytes
-    if not budget_bytes or not recorded or len(shape) != len(recorded) or 0 in recorded:
+    nearest = _nearest(shape, (trace.input_shape, *recorded))
+    if not plan.forecast.budget_bytes or nearest is None:
         return False
-    growth = growth_of(shape, recorded)
+    budget_bytes = plan.forecast.budget_bytes - plan.forecast.margin_bytes // 2
+    growth = growth_of(shape, nearest)
     held_bytes = plan.forecast.steady_process_bytes
     passing_bytes = max(0, held_bytes - trace.base_bytes)
     if growth <= 1.0 or held_bytes + (growth - 1.0) * passing_bytes <= budget_bytes:
         return False
     standing_bytes = sum(s.nbytes for s in trace.steps[0].storages if s.category in ("parameter", "buffer"))
     return held_bytes + (growth - 1.0) * max(0, passing_bytes - standing_bytes) > budget_bytes
+
+
+def is_tight(plan: Plan) -> bool:
+    """Returns whether no other plan needs clearly less: then none has room for a larger batch."""
+    forecast = plan.forecast
+    least_bytes = (forecast.smallest_feasible_budget_bytes or 0) + forecast.margin_bytes // 2
+    return forecast.budget_bytes is not None and least_bytes > forecast.budget_bytes
+
+
+def _nearest(shape: Shape, recorded: Collection[Shape]) -> Shape | None:
+    """Returns that of the shapes from which another one grows least; None where none is to be compared with it."""
+    alike = [one for one in recorded if one and len(one) == len(shape) and 0 not in one]
+    return min(alike, key=lambda one: growth_of(shape, one), default=None)

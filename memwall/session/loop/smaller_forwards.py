@@ -30,6 +30,14 @@ class SmallerForwards:
         """Forgets the forwards of an earlier recording."""
         self._recorded.clear()
 
+    def recorded_with(self, model: nn.Module, shape: Shape) -> Collection[Shape]:
+        """Returns the shapes that a model was called with in the last step that was recorded, if this is one of them.
+
+        Otherwise the plan is of another step.
+        """
+        recorded = self._recorded.get(model, set())
+        return recorded if shape in recorded else ()
+
     def begin_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Notes a forward that is recorded, or fits what moves in one under a plan to its size."""
         if not torch.is_grad_enabled():  # which saves nothing
