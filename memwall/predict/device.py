@@ -127,11 +127,8 @@ class DeviceModel(Process):
     @cached_property
     def allocator_advice(self) -> AllocatorAdvice:
         steady = steady_step(self._trace)
-        events = self._events(steady)
-        # Nobody empties the cache for a plan: its settings are the best ones without.
-        events = msgspec.structs.replace(events, boundaries=())
         return advise(
-            events,
+            self._events(steady),
             self.profile.version,
             total_bytes=self._hardware.usable_bytes,
             default_figures=self._default_figures(steady),

@@ -107,8 +107,6 @@ def allocator_facts(advice: "AllocatorAdvice | None") -> tuple[tuple[str, str], 
         (name, f"{advice.settings}: {reserved} reserved; {beside}"),
         ("set both to it", f"{' and '.join(VARIABLES)}; {advice.torch_versions}"),
     ]
-    if advice.empty_cache_at:
-        facts.append(("with torch.cuda.empty_cache()", ", ".join(advice.empty_cache_at)))
     if advice.guards:
         instead = "the default is best"
         if advice.guarded_reserved_bytes < advice.default_reserved_bytes:

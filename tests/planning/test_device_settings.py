@@ -14,9 +14,6 @@ from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.predict.cuda.translate import recording_for, translated
-from memwall.predict.cuda_allocator import settings_search
-from memwall.predict.cuda_allocator.allocator_events import ALLOC, FREE, EventTrace
-from memwall.predict.cuda_allocator.settings_search import search_settings
 from memwall.predict.device import DeviceModel
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
@@ -96,18 +93,3 @@ def test_the_forecast_under_the_settings_is_the_simulated_allocators(trace: Trac
     assert (plain.is_default, plain.cuda_setting) == (True, "")
     assert (steered.is_default, steered.cuda_setting) == (False, model.allocator_advice.settings)
     assert plain.process_bytes - steered.process_bytes == steered.saved_bytes == model.allocator_advice.saved_bytes
-
-
-def test_settings_of_a_plan_ask_nobody_to_empty_the_cache(
-    trace: Trace, hardware: Hardware, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """GIVEN a first step whose blocks are of no use later WHEN settings are searched THEN they have to do alone."""
-    made = [(ALLOC, number, (20 * number + 21) * _MIB, 0) for number in range(1, 6)]
-    gone = [(FREE, number, 0, 0) for number in range(1, 6)]
-    later = [(ALLOC, 10, 130 * _MIB, 0), (ALLOC, 11, 130 * _MIB, 0), (FREE, 10, 0, 0), (FREE, 11, 0, 0)]
-    begin = len(made) + len(gone)
-    found = EventTrace(events=(*made, *gone, *later), steps=(0, begin), boundaries=(("after the first step", begin),))
-    monkeypatch.setattr(DeviceModel, "_events", lambda *_: found)
-    monkeypatch.setattr(settings_search, "_expandable_settings", list)
-    assert search_settings(found, "2.13.0").empty_cache_at
-    assert DeviceModel(trace, hardware).allocator_advice.empty_cache_at == ()

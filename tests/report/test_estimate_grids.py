@@ -21,7 +21,6 @@ def advice() -> AllocatorAdvice:
         settings=BEST,
         reserved_bytes=6 * GIB,
         reserved_spread_bytes=(6 * GIB, 6 * GIB),
-        empty_cache_at=(),
         default_reserved_bytes=8 * GIB,
         lower_bound_bytes=5 * GIB,
         guards=EXPANDABLE_GUARDS,
@@ -52,12 +51,10 @@ def test_whoever_may_not_use_it_is_named_with_what_is_left(advice: AllocatorAdvi
     assert dict(allocator_facts(nothing))["not for runs with"].endswith("For these the default is best")
 
 
-def test_the_spread_and_the_boundaries_are_shown_where_there_are_any(advice: AllocatorAdvice) -> None:
-    shown = replace(advice, reserved_spread_bytes=(5 * GIB, 7 * GIB), empty_cache_at=("before eval", "after eval"))
+def test_the_spread_is_shown_where_there_is_any(advice: AllocatorAdvice) -> None:
+    shown = replace(advice, reserved_spread_bytes=(5 * GIB, 7 * GIB))
     facts = dict(allocator_facts(shown))
     assert "6.00 GiB (5.00 GiB to 7.00 GiB) reserved" in facts["allocator settings (L2 what-if)"]
-    assert facts["with torch.cuda.empty_cache()"] == "before eval, after eval"
-    assert "with torch.cuda.empty_cache()" not in dict(allocator_facts(advice))
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,6 @@ def estimate(plan: Plan, trace: Trace) -> Estimate:
             settings=BEST,
             reserved_bytes=41 * GIB,
             reserved_spread_bytes=(41 * GIB, 42 * GIB),
-            empty_cache_at=("before eval",),
             default_reserved_bytes=44 * GIB,
             lower_bound_bytes=40 * GIB,
             guards=("MemPools",),

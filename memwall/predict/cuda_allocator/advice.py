@@ -44,8 +44,6 @@ class AllocatorAdvice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reserved_bytes: int
     reserved_spread_bytes: tuple[int, int]
     """Least and most of it, over guesses where the device puts segments; matters where addresses decide ties."""
-    empty_cache_at: tuple[str, ...]
-    """Boundaries between phases at which torch.cuda.empty_cache() pays, counted in `reserved_bytes`."""
     default_reserved_bytes: int
     """Reserved with nothing set."""
     lower_bound_bytes: int
@@ -102,7 +100,6 @@ def advise(
         settings=text,
         reserved_bytes=figures.reserved_peak_bytes,
         reserved_spread_bytes=(figures.reserved_peak_bytes,) * 2 if is_default else best.reserved_spread_bytes,
-        empty_cache_at=() if is_default else best.empty_cache_at,
         default_reserved_bytes=best.default_figures.reserved_peak_bytes,
         lower_bound_bytes=best.lower_bound_bytes,
         guards=guards,

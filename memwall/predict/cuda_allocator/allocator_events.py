@@ -12,7 +12,6 @@ from memwall.predict.cuda_allocator.rounding import MIN_BLOCK_BYTES, round_up
 from memwall.trace.records import Step
 
 ALLOC, FREE, FREE_LATER, COMPLETE, EMPTY_CACHE = range(5)
-_EVAL_STARTS = -1
 
 Event = tuple[int, int, int, int]
 """Action, block, bytes, stream. A block's number is used once. FREE_LATER: the program frees a block that another
@@ -25,8 +24,6 @@ class EventTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     events: tuple[Event, ...]
     steps: tuple[int, ...]
     """Where each step begins; what stands before the first is allocated ahead of it."""
-    boundaries: tuple[tuple[str, int], ...] = ()
-    """Places between phases, named, where the cache could be emptied; the same name may occur often."""
     held: Held | None = None
     """Memory that is there before the first event; None for nothing."""
 
@@ -58,15 +55,12 @@ def events_of_steps(steps: Sequence[Step], *, num_repeats: int = 2, standing: St
     last = len(steps) - 1
     for position in range(last + num_repeats):
         builder.add_step(steps[min(position, last)], min(position, last))
-        if position == 0 and last + num_repeats > 1:
-            builder.boundaries.append(("after the first step", len(builder.events)))
     if not builder.events:
         found = sorted({storage.device for step in steps for storage in step.storages})
         raise TraceError(f"no storage of the trace is on 'cuda'; its storages are on {', '.join(found) or 'nothing'}")
     return EventTrace(
         events=tuple(builder.events),
         steps=tuple(builder.steps),
-        boundaries=tuple(builder.boundaries),
         held=None if standing is None else standing.held,
     )
 
@@ -91,7 +85,6 @@ class _Builder:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.steps: list[int] = []
-        self.boundaries: list[tuple[str, int]] = []
         self._num_blocks = 0
         self._scripts: dict[int, tuple[list[int], list[tuple[int, int]]]] = {}
         """Holds what `_script` returns, by the step's identity."""
@@ -112,19 +105,13 @@ class _Builder:
         live = self._link(step, number, wanted)
         self.steps.append(len(self.events))
         events, block, storages = self.events, self._num_blocks, step.storages
-        is_evaluated = False
-        for code, nbytes in script:
-            if code == _EVAL_STARTS:
-                self.boundaries.append(("before eval", len(events)))
-                is_evaluated = True
-            elif nbytes:
-                live[code] = block = block + 1
-                events.append((ALLOC, block, nbytes, storages[code].stream))
+        for index, nbytes in script:
+            if nbytes:
+                live[index] = block = block + 1
+                events.append((ALLOC, block, nbytes, storages[index].stream))
             else:
-                events.append((FREE, live.pop(code), 0, 0))
+                events.append((FREE, live.pop(index), 0, 0))
         self._num_blocks = block
-        if is_evaluated:
-            self.boundaries.append(("after eval", len(events)))
         self._standing = {(number, index): (block, step.storages[index].nbytes) for index, block in live.items()}
 
     def _link(self, step: Step, number: int, wanted: Sequence[int]) -> dict[int, int]:
@@ -164,7 +151,7 @@ class _Builder:
 def _script(step: Step) -> tuple[list[int], list[tuple[int, int]]]:
     """Returns the storages that a step begins with, and what it does in order.
 
-    That is a storage and its bytes where one is allocated, 0 bytes where it is freed, `_EVAL_STARTS` where that is so.
+    That is a storage and its bytes where one is allocated, 0 bytes where it is freed.
     """
     num_ops = len(step.ops)
     births: list[list[tuple[int, int]]] = [[] for _ in range(num_ops)]
@@ -188,8 +175,5 @@ def _script(step: Step) -> tuple[list[int], list[tuple[int, int]]]:
             births[storage.birth].append((index, storage.nbytes))
             if storage.death >= num_ops and storage.phase == "loss" and storage.category == "temporary":
                 at_end.append((index, 0))
-    for name, operation in step.marks:
-        if name == "eval" and operation < num_ops and (_EVAL_STARTS, 0) not in deaths[operation]:
-            deaths[operation].append((_EVAL_STARTS, 0))
     script = chain.from_iterable(chain.from_iterable(zip(deaths, births, strict=True)))
     return wanted, [*script, *at_end]

@@ -5,7 +5,7 @@ release, the recorded completion of cross-stream uses, and the capacity. L1, the
 takes the recorded addresses; L3, the edge of a real device's memory, is an interval.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
@@ -45,7 +45,6 @@ def replay(
     *,
     total_bytes: int | None = None,
     addresses: Iterator[int] | None = None,
-    empty_cache_at: Collection[str] = (),
     abort_above_bytes: int | None = None,
 ) -> Figures:
     """Returns the figures of a run under these settings with memory without end, up to the first impossible request.
@@ -53,7 +52,6 @@ def replay(
     Args:
         total_bytes: the device's whole memory; what is reserved for expandable segments depends on it.
         addresses: where segments are placed; matters only where addresses decide ties.
-        empty_cache_at: names of boundaries of the trace at which the cache is emptied.
         abort_above_bytes: reserved memory from which on the result is of no interest.
 
     Raises:
@@ -61,24 +59,14 @@ def replay(
     """
     device = CudaAllocator(settings, profile, total_bytes=total_bytes, addresses=addresses)
     device.abort_above_bytes = abort_above_bytes
-    emptied = {position for name, position in trace.boundaries if name in empty_cache_at}
-    stops = sorted(emptied | {0, trace.steady_from, len(trace.events)})
     playback = Playback(device)
-    warm_calls = 0
-    is_complete = True
-    for start, end in zip(stops, stops[1:] + stops[-1:], strict=True):
-        if start == trace.steady_from:
-            warm_calls = device.num_device_calls
-        if start in emptied:
-            device.empty_cache()
-        is_complete = playback.run(trace.events[start:end])
-        if not is_complete:
-            break
-    reached_steady = is_complete or start >= trace.steady_from
+    is_steady = playback.run(trace.events[: trace.steady_from])
+    warm_calls = device.num_device_calls
+    is_complete = is_steady and playback.run(trace.events[trace.steady_from :])
     return Figures(
         reserved_peak_bytes=device.reserved_peak_bytes,
         allocated_peak_bytes=device.allocated_peak_bytes,
-        num_steady_device_calls=device.num_device_calls - warm_calls if reached_steady else 0,
+        num_steady_device_calls=device.num_device_calls - warm_calls,
         is_out_of_memory=not is_complete,
     )
 

@@ -1,21 +1,16 @@
 """Which allocator settings reserve least for a given sequence of events: a search by replay, from the trace alone.
 
-The order is: expandable segments and their granule; without them, which blocks are never split; rounding to parts of a
-power of two, where sizes vary; emptying the cache between phases.
+The order is: expandable segments and their granule; without them, which blocks are never split.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
-import msgspec
 from msgspec import Struct
 
 from memwall.predict.cuda_allocator.addresses import AddressOrder, placed_addresses
 from memwall.predict.cuda_allocator.allocator_events import ALLOC, EventTrace, live_peak_bytes
 from memwall.predict.cuda_allocator.allocator_settings import MIB, AllocatorSettings
 from memwall.predict.cuda_allocator.event_replay import Figures, replay
-from memwall.predict.cuda_allocator.rounding import SMALL_LIMIT_BYTES, division_index, rounded_bytes
 from memwall.predict.cuda_allocator.state import PeakExceeded
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
 
@@ -23,10 +18,7 @@ _LARGE_SEGMENTS_MIB = (20, 12, 32, 64, 128)
 _SPLIT_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 # Without one torch takes 20 MiB.
 _ROUNDINGS_MIB = (None, 64, 256)
-_DIVISIONS = (2, 4, 8)
 _ADDRESS_ORDERS: tuple[AddressOrder, ...] = ("ascending", "descending", "random")
-# Emptying the cache costs a synchronisation and new mallocs; a gain below the usual error of a forecast is none.
-_MIN_EMPTY_CACHE_GAIN = 0.01
 _NOTABLE_EXCESS = 0.05
 
 
@@ -34,8 +26,6 @@ class AllocatorChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Holds settings with their simulated figures, beside the defaults and what no settings can beat."""
 
     settings: AllocatorSettings
-    empty_cache_at: tuple[str, ...]
-    """Phase boundaries of the trace at which emptying the cache pays."""
     figures: Figures
     default_figures: Figures
     lower_bound_bytes: int
@@ -49,7 +39,6 @@ class AllocatorChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class _Candidate(Struct, frozen=True):
     settings: AllocatorSettings
-    empty_cache_at: tuple[str, ...]
     figures: Figures
 
     @property
@@ -71,7 +60,6 @@ class _Search:
     def run(
         self,
         settings: AllocatorSettings,
-        empty_cache_at: tuple[str, ...] = (),
         *,
         abort_above_bytes: int | None = None,
         addresses: Iterator[int] | None = None,
@@ -84,17 +72,16 @@ class _Search:
             self.profile,
             total_bytes=self.total_bytes,
             addresses=addresses,
-            empty_cache_at=empty_cache_at,
             abort_above_bytes=abort_above_bytes,
         )
-        return _Candidate(settings, empty_cache_at, figures)
+        return _Candidate(settings, figures)
 
     def best(self, incumbent: _Candidate, others: Sequence[AllocatorSettings]) -> _Candidate:
         """Returns the best of the incumbent and these; equal ones lose to what came before."""
         for settings in others:
             bound = incumbent.figures.reserved_peak_bytes
             try:
-                found = self.run(settings, incumbent.empty_cache_at, abort_above_bytes=bound)
+                found = self.run(settings, abort_above_bytes=bound)
             except PeakExceeded:
                 continue
             if found.rank < incumbent.rank:
@@ -134,9 +121,6 @@ def search_settings(
     else:
         best = search.best(best, _expandable_settings())
     best = search.best(best, _split_settings(trace))
-    if _sizes_vary(trace) and not best.settings.expandable_segments:
-        best = _descend_divisions(search, best)
-    best = _empty_cache(search, best)
     lower_bound_bytes = live_peak_bytes(trace)
     excess = best.figures.reserved_peak_bytes / max(lower_bound_bytes, 1) - 1
     if excess > _NOTABLE_EXCESS:
@@ -153,7 +137,6 @@ def search_settings(
     notes.append("assumed: the same requests, and cross-stream uses over when they were in the recording")
     return AllocatorChoice(
         settings=best.settings,
-        empty_cache_at=best.empty_cache_at,
         figures=best.figures,
         default_figures=default.figures,
         lower_bound_bytes=lower_bound_bytes,
@@ -183,63 +166,10 @@ def _split_settings(trace: EventTrace) -> list[AllocatorSettings]:
     ]
 
 
-def _sizes_vary(trace: EventTrace) -> bool:
-    """Tells whether the training steps ask for different sizes; the first is left out if there are others to compare.
-
-    Small ones don't count: what differs from step to step by a counter or a loss is not another batch.
-    """
-    starts = [*trace.steps[1:], len(trace.events)] if len(trace.steps) > 2 else [*trace.steps, len(trace.events)]
-    evaluations = [position for name, position in trace.boundaries if name == "before eval"]
-    seen = {
-        tuple(sorted(nbytes for action, _, nbytes, _ in trace.events[start:end] if _is_large(action, nbytes)))
-        for start, end in pairwise(starts)
-        if not any(start <= position < end for position in evaluations)
-    }
-    return len(seen) > 1
-
-
-def _is_large(action: int, nbytes: int) -> bool:
-    """Tells whether an event asks for memory of the large pool."""
-    return action == ALLOC and nbytes > SMALL_LIMIT_BYTES
-
-
-def _descend_divisions(search: _Search, base: _Candidate) -> _Candidate:
-    """Tries one interval of sizes after the other, the largest first, and keeps what helped."""
-    sizes: defaultdict[int, set[int]] = defaultdict(set)
-    for action, _, nbytes, _ in search.trace.events:
-        if action == ALLOC:
-            sizes[division_index(nbytes)].add(nbytes)
-    for index in sorted((index for index, found in sizes.items() if max(found) > SMALL_LIMIT_BYTES), reverse=True):
-        tried = []
-        for count in _DIVISIONS:
-            divisions = list(base.settings.roundup_power2_divisions)
-            divisions[index] = count
-            settings = msgspec.structs.replace(base.settings, roundup_power2_divisions=tuple(divisions))
-            if any(rounded_bytes(nbytes, settings) != rounded_bytes(nbytes, base.settings) for nbytes in sizes[index]):
-                tried.append(settings)
-            else:
-                search.num_tried += 1  # every request is as large as before: so are all figures
-        base = search.best(base, tried)
-    return base
-
-
-def _empty_cache(search: _Search, best: _Candidate) -> _Candidate:
-    """Adds the boundaries, one after the other, at which emptying the cache saves enough."""
-    names = dict.fromkeys(name for name, _ in search.trace.boundaries)
-    for name in names:
-        found = search.run(best.settings, (*best.empty_cache_at, name))
-        saved_bytes = best.figures.reserved_peak_bytes - found.figures.reserved_peak_bytes
-        if saved_bytes > _MIN_EMPTY_CACHE_GAIN * best.figures.reserved_peak_bytes:
-            best = found
-    return best
-
-
 def _spread(search: _Search, best: _Candidate) -> tuple[int, int]:
     """Returns the peaks of reserved memory over the guesses of addresses; one figure where addresses decide nothing."""
     if search.profile.tie != "address":
         return (best.figures.reserved_peak_bytes, best.figures.reserved_peak_bytes)
-    guesses = [
-        search.run(best.settings, best.empty_cache_at, addresses=placed_addresses(order)) for order in _ADDRESS_ORDERS
-    ]
+    guesses = [search.run(best.settings, addresses=placed_addresses(order)) for order in _ADDRESS_ORDERS]
     peaks = [guess.figures.reserved_peak_bytes for guess in guesses]
     return (min(peaks), max(peaks))

@@ -82,7 +82,7 @@ def shown(trace: EventTrace) -> list[str]:
 def test_before_each_operation_the_dead_are_freed_and_then_its_own_allocated() -> None:
     trace = events_of_steps([step([(8, -1, 3), (4, 0, 2), (5, 1, 2), (6, 2, 3)], 3)], num_repeats=1)
     assert shown(trace) == ["+1:8", "+2:4", "+3:5", "-2", "-3", "+4:6"]
-    assert (trace.steps, trace.boundaries) == ((1,), ())
+    assert trace.steps == (1,)
 
 
 def test_what_outlives_a_step_stands_before_the_next() -> None:
@@ -91,7 +91,6 @@ def test_what_outlives_a_step_stands_before_the_next() -> None:
     trace = events_of_steps([repeated], num_repeats=3)
     assert shown(trace) == ["+1:8", "+2:4", "-2", "+3:4", "-3", "+4:4", "-4", "+5:4"]
     assert trace.steps == (2, 4, 6)
-    assert trace.boundaries == (("after the first step", 4),)
 
 
 def test_a_storage_that_stays_keeps_its_block_among_others_of_its_size() -> None:
@@ -119,11 +118,6 @@ def test_a_loss_that_its_loop_holds_serves_no_batch_of_the_next_step() -> None:
     assert shown(events_of_steps([trained, step([(8, -1, 1)], 1)], num_repeats=1)) == ["+1:8", "-1", "+2:8"]
 
 
-def test_evaluation_is_a_phase_with_two_boundaries() -> None:
-    trace = events_of_steps([step([(8, 0, 1), (4, 1, 2)], 3, marks=(("forward", 0), ("eval", 1)))], num_repeats=1)
-    assert trace.boundaries == (("before eval", 2), ("after eval", 4))
-
-
 def test_a_trace_of_another_device_is_an_error() -> None:
     with pytest.raises(TraceError) as caught:
         events_of_steps([step([(8, 0, 1)], 1, device="cpu")])
@@ -135,8 +129,8 @@ def test_a_trace_of_another_device_is_an_error() -> None:
 # Replay
 
 
-def events(*items: Event, steps: tuple[int, ...] = (0,), boundaries: tuple[tuple[str, int], ...] = ()) -> EventTrace:
-    return EventTrace(events=items, steps=steps, boundaries=boundaries)
+def events(*items: Event, steps: tuple[int, ...] = (0,)) -> EventTrace:
+    return EventTrace(events=items, steps=steps)
 
 
 def alloc(block: int, mib: float, stream: int = 0) -> Event:
@@ -172,13 +166,6 @@ def test_a_replay_of_no_interest_is_broken_off() -> None:
     with pytest.raises(PeakExceeded):
         replay(trace, DEFAULT, PROFILE, abort_above_bytes=100 * MIB)
     assert replay(trace, DEFAULT, PROFILE, abort_above_bytes=120 * MIB).reserved_peak_bytes == 120 * MIB
-
-
-def test_the_cache_is_emptied_at_the_named_boundaries() -> None:
-    trace = events(alloc(1, 30), free(1), alloc(2, 90), boundaries=(("after load", 2),))
-    for names, peak_mib in (((), 120), (("after load",), 90)):
-        figures = replay(trace, DEFAULT, PROFILE, empty_cache_at=names)
-        assert figures.reserved_peak_bytes == peak_mib * MIB
 
 
 def test_a_block_that_another_stream_uses_is_free_when_that_is_done() -> None:
@@ -231,7 +218,7 @@ def varying_steps(num_steps: int = 6) -> EventTrace:
                 kept.append(block)
             items.append(free(kept.pop(-2)))
         items.extend(free(number) for number in reversed(kept))
-    return events(*items, steps=tuple(starts), boundaries=(("after the first step", starts[1]),))
+    return events(*items, steps=tuple(starts))
 
 
 def test_where_sizes_vary_expandable_segments_come_close_to_the_bound() -> None:
@@ -242,22 +229,26 @@ def test_where_sizes_vary_expandable_segments_come_close_to_the_bound() -> None:
     assert choice.default_figures.reserved_peak_bytes > 1.3 * choice.lower_bound_bytes
     assert choice.figures.reserved_peak_bytes < 1.02 * choice.lower_bound_bytes
     assert choice.reserved_spread_bytes == (choice.figures.reserved_peak_bytes,) * 2
-    again = replay(trace, choice.settings, PROFILE, empty_cache_at=choice.empty_cache_at)
-    assert again == choice.figures
+    assert replay(trace, choice.settings, PROFILE) == choice.figures
 
 
 def test_without_them_other_settings_are_searched_and_the_reason_is_kept() -> None:
-    choice = search_settings(varying_steps(), "2.13.0", no_expandable_because="tensors are shared over CUDA IPC")
+    """GIVEN a small block that is cut off a large cached one WHEN the large one is asked for again THEN limits help."""
+    one = [alloc(1, 200), free(1), alloc(2, 40), alloc(3, 200), free(2), free(3)]
+    trace = events(*one, *one, *one, steps=(0, 6, 12))
+    choice = search_settings(trace, "2.13.0", no_expandable_because="tensors are shared over CUDA IPC")
     assert not choice.settings.expandable_segments
-    assert choice.figures.reserved_peak_bytes < choice.default_figures.reserved_peak_bytes
+    assert choice.settings.max_split_bytes is not None
+    assert choice.figures.reserved_peak_bytes == 240 * MIB < choice.default_figures.reserved_peak_bytes
     assert choice.notes[0] == "expandable segments were not tried: tensors are shared over CUDA IPC"
-    assert any("above the most bytes live at once" in note for note in choice.notes)
+    varying = search_settings(varying_steps(), "2.13.0", no_expandable_because="not wanted")
+    assert any("above the most bytes live at once" in note for note in varying.notes)
 
 
 def test_nothing_is_changed_where_the_default_is_as_good() -> None:
     trace = events(*[item for block in range(9) for item in (alloc(block, 40), free(block))], steps=(0, 2, 4))
     choice = search_settings(trace, "2.13.0")
-    assert (choice.settings, choice.empty_cache_at) == (DEFAULT, ())
+    assert choice.settings == DEFAULT
     assert choice.figures == choice.default_figures
 
 
@@ -289,20 +280,6 @@ def test_the_dangerous_pair_is_never_chosen() -> None:
         choice = search_settings(varying_steps(), "2.13.0", no_expandable_because=reason)
         settings = choice.settings
         assert not (settings.expandable_segments and settings.max_split_bytes is not None)
-
-
-def test_the_cache_is_emptied_only_where_that_pays() -> None:
-    # A first step whose blocks are of no use later: what is cached then is dead weight.
-    loading = [item for block in range(1, 6) for item in (alloc(block, 20 * block + 21),)]
-    loading += [free(block) for block in range(1, 6)]
-    later = [alloc(block, 130) for block in (10, 11)] + [free(10), free(11)]
-    name = ("after the first step", len(loading))
-    trace = events(*loading, *later, steps=(0, len(loading)), boundaries=(name,))
-    choice = search_settings(trace, "2.13.0", no_expandable_because="not wanted")
-    assert choice.empty_cache_at == ("after the first step",)
-    assert choice.figures.reserved_peak_bytes < choice.default_figures.reserved_peak_bytes
-    useless = events(*later, *later, steps=(0, len(later)), boundaries=((name[0], len(later)),))
-    assert search_settings(useless, "2.13.0").empty_cache_at == ()
 
 
 def test_where_addresses_decide_ties_the_spread_over_guesses_is_given() -> None:
