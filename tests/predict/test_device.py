@@ -13,7 +13,7 @@ from memwall.predict.cuda_allocator.step_peaks import step_peaks
 from memwall.predict.cuda_allocator.torch_releases import profile_for
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.device import DeviceModel, as_first, convolution_bytes, margin_bytes
-from memwall.trace.records import Trace
+from memwall.trace.records import Storage, Trace
 from memwall.trace.workload import Workload
 
 MIB = 1 << 20
@@ -83,6 +83,25 @@ def test_a_device_that_is_too_small_runs_out_of_memory(trace: Trace) -> None:
     profile, _ = profile_for("2.13.0")
     needed = max(peak.allocated_bytes for peak in step_peaks(trace.steps, profile) or ())
     assert step_peaks(trace.steps, profile, capacity_bytes=needed // 2) is None
+
+
+def test_what_a_full_allocator_has_kept_is_given_back_before_the_next_step(trace: Trace) -> None:
+    """GIVEN room for 52 MiB AND a step in which 12 MiB take the place of others, beside which it needs 40 for a moment
+    WHEN it is repeated THEN the 12 MiB do not lie in the 40 that the step before has left, as a session empties those.
+    """
+    plain = trace.steps[1]
+
+    def lasting(num_mib: int, birth: int, death: int) -> Storage:
+        storage = plain.storages[0]
+        changes = {"nbytes": num_mib * MIB, "device": "cuda:0", "birth": birth, "dropped": death, "death": death}
+        return msgspec.structs.replace(storage, **changes)
+
+    storages = (lasting(12, -1, 1), lasting(12, 0, 3), lasting(40, 1, 2))
+    step = msgspec.structs.replace(plain, ops=plain.ops[:3], storages=storages, saved=(), calls=(), marks=())
+    profile, _ = profile_for("2.13.0")
+    peaks = step_peaks((step,), profile, capacity_bytes=52 * MIB)
+    assert [peak.reserved_bytes for peak in peaks or ()] == [52 * MIB] * 2
+    assert step_peaks((step,), profile, capacity_bytes=50 * MIB) is None
 
 
 def test_the_process_is_context_plus_reserved_with_a_margin_that_says_where_it_comes_from(trace: Trace) -> None:

@@ -42,14 +42,14 @@ def step_peaks(
 
     Args:
         settings: of the allocator; None for torch's defaults.
-        capacity_bytes: what the device can give to the allocator; None: without end.
+        capacity_bytes: what a session holds the allocator to; None: without end.
         standing: what the allocator holds before; None for nothing.
 
     Returns:
         None if a request is out of memory even after the cache has been given back.
     """
     trace = events_of_steps(steps, num_repeats=NUM_STEADY, standing=standing)
-    return event_peaks(trace, profile, settings=settings, capacity_bytes=capacity_bytes)
+    return event_peaks(trace, profile, settings=settings, capacity_bytes=capacity_bytes, is_emptied=True)
 
 
 def event_peaks(
@@ -58,16 +58,25 @@ def event_peaks(
     *,
     settings: AllocatorSettings | None = None,
     capacity_bytes: int | None = None,
+    is_emptied: bool = False,
 ) -> tuple[StepPeak, ...] | None:
-    """Returns the same of steps that are events already."""
+    """Returns the same of steps that are events already.
+
+    Args:
+        capacity_bytes: what the device can give to the allocator.
+        is_emptied: whether a session empties the cache before a step that follows one in which memory was short.
+    """
     allocator = CudaAllocator(settings or AllocatorSettings(), profile, capacity_bytes=capacity_bytes)
     playback = Playback(allocator, trace.held)
-    peaks = []
+    peaks, num_retries = [], 0
     ready = _num_events_before(trace)
     if not playback.run(trace.events[:ready]):
         return None
     for begin, end in _spans(trace):
         begin = max(begin, ready)
+        if is_emptied and allocator.num_alloc_retries > num_retries:
+            num_retries = allocator.num_alloc_retries
+            allocator.empty_cache()
         allocator.reserved_peak_bytes = allocator.reserved_bytes
         allocator.allocated_peak_bytes = allocator.allocated_bytes
         if not playback.run(trace.events[begin:end]):
