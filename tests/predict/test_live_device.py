@@ -130,6 +130,41 @@ def test_the_smallest_budget_that_is_told_has_a_plan_with_its_margin(
     assert found.peak.process_bytes + found.margin_bytes <= told_bytes == found.smallest_feasible_budget_bytes
 
 
+class Shrinking(nn.Module):
+    """Blocks each of which needs smaller pieces than those before it have left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = [(nn.Linear(512, width), nn.Linear(width, 512)) for width in (3072, 2048, 1536, 1024, 512)]
+        self.blocks = nn.ModuleList(nn.Sequential(wide, nn.GELU(), narrow) for wide, narrow in pairs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_no_plan_is_foreseen_above_its_budget(
+    workload_of: Callable[..., Workload], recorded: Callable[..., Trace]
+) -> None:
+    """GIVEN budgets in which an allocator that is held to less would find room, and one that keeps more does not
+    THEN there is no plan for these, or one that is foreseen within them, as there is for the budget that is told.
+    """
+    workload = workload_of(Shrinking, lambda: torch.zeros(4096, 512), optimizer=torch.optim.AdamW)
+    trace = msgspec.structs.replace(recorded(workload, "h100-80gb"), base_bytes=32 * MIB)
+    free_bytes = live_process(trace).untreated(steady_step(trace)).process_bytes
+    foreseen: dict[int, int] = {}
+    told: set[int] = set()
+    for budget_bytes in (free_bytes * percent // 100 for percent in (59, 60, 61, 70)):
+        try:
+            foreseen[budget_bytes] = make_plan(trace, Settings(budget_bytes=budget_bytes)).forecast.peak.process_bytes
+        except InfeasibleError as refused:
+            told.add(refused.smallest_feasible_bytes)
+    foreseen |= {least: make_plan(trace, Settings(budget_bytes=least)).forecast.peak.process_bytes for least in told}
+    assert len(foreseen) >= 2
+    assert [max(0, needed - budget) for budget, needed in foreseen.items()] == [0] * len(foreseen)
+
+
 def test_a_step_on_a_cpu_has_a_heap(workload_of: Callable[..., Workload]) -> None:
     process = live_process(record(workload_of(lambda: nn.Linear(8, 8), lambda: torch.zeros(2, 8))))
     assert type(process) is ProcessModel

@@ -224,13 +224,15 @@ class SearchAtLocation:
             treatments, window_bytes = self._treatments(menus, choice)
             step = model.treated(treatments)
             resident = self._resident(step, limit_bytes - window_bytes, fills=self._fills)
-            if resident.process_bytes + window_bytes > limit_bytes:
+            most_bytes = limit_bytes
+            if self._fills and self._process.gives_back and resident.process_bytes + window_bytes <= limit_bytes:
+                # It could do with less, but is held to the budget alone: up to that it keeps what it has, which may be
+                # in pieces that a later request does not fit into, though it would with less.
+                most_bytes = self._settings.budget_bytes - self._location.grown_bytes
+                resident = self._resident(step, most_bytes - window_bytes, fills=True)
+            if resident.process_bytes + window_bytes > most_bytes:
                 limits.over(resident.process_bytes + window_bytes - self._process.base_bytes)
                 continue
-            if self._fills and self._process.gives_back:
-                # It could do with less, but is held to the budget alone: up to that it keeps what it has.
-                most_bytes = self._settings.budget_bytes - self._location.grown_bytes - window_bytes
-                resident = self._resident(step, most_bytes, fills=True)
             found = self._found(batch, step, resident, (menus, choice), window_bytes)
             if best is None or found.extra_seconds < best.extra_seconds:
                 best = found
