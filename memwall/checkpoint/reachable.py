@@ -36,7 +36,7 @@ def reachable() -> Iterator[tuple[str, Any]]:
     """Yields the objects that the calling script can reach by its variables, each once, the nearest first."""
     seen: set[int] = set()
     waiting: deque[tuple[str, Any, int]] = deque()
-    for name, values in _scopes():
+    for name, values in scopes():
         waiting += ((f"{name}{key}", value, 0) for key, value in values.items() if not key.startswith("__"))
     while waiting and len(seen) < _MAX_FOUND:
         name, value, depth = waiting.popleft()
@@ -48,7 +48,7 @@ def reachable() -> Iterator[tuple[str, Any]]:
             waiting += ((f"{name}{key}", part, depth + 1) for key, part in _parts(value))
 
 
-def _scopes() -> list[tuple[str, dict[str, Any]]]:
+def scopes() -> list[tuple[str, dict[str, Any]]]:
     """Returns the variables of the script's functions that are being called, outermost first, and its globals."""
     frame: types.FrameType | None = sys._getframe(1)
     frames: list[types.FrameType] = []

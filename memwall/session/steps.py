@@ -74,7 +74,11 @@ class Steps:
             model=lambda: self.borders.attached_model,
             disk=lambda: self.live.in_effect.disk,
         )
-        self._kept = KeptCopies(lambda: self.borders.attached_model, lambda: self.live.settings.first_step)
+        self._kept = KeptCopies(
+            lambda: self.borders.attached_model,
+            lambda: self.live.settings.first_step,
+            lambda: self.live.in_effect.allocator.live_bytes,
+        )
         self._beside = BesideTensors(self.live.in_effect.allocator)
         self._peak_bytes: int | None = None
         """Keeps the most that was held when the present forward began; None where that is to be read anew."""
@@ -338,7 +342,8 @@ class Steps:
         self._room.before_step()
         num_changes = self.live.in_effect.num_changes
         if self._counts_kept:
-            come_bytes, risen_bytes = self._kept.begin_step(), self._beside.begin_step(self.live.plan, num_changes)
+            come_bytes = self._kept.begin_step() if self.state == "running" else 0
+            risen_bytes = self._beside.begin_step(self.live.plan, num_changes)
             if not self._changes.is_longer:  # of that batch one step is recorded, and everything counted anew
                 self.recovery.note_kept(come_bytes, risen_bytes)
         device = self._changes.layers.device

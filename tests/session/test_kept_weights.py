@@ -5,6 +5,7 @@ import importlib
 import linecache
 import types
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,6 +33,22 @@ _KEEPS = {
     "what a function gives": "def weights_of(model):\n    return copy.deepcopy(model.state_dict())",
     "a loop in a function": "def train(model):\n    for _ in ():\n        best = copy.deepcopy(model.state_dict())",
 }
+_KEEPS_BY_NAME = {
+    "the model itself": "for _ in ():\n    if 1:\n        loss, best = 1, copy.deepcopy(net)",
+    "a model of an object's": "for _ in ():\n    best = copy.deepcopy(holder.net).eval()",
+    "into a list": "for _ in ():\n    snapshots.append(copy.deepcopy(net))",
+    "clones of parameters": "for _ in ():\n    if 1:\n        best = [p.detach().clone() for p in net.parameters()]",
+    "a method's clones": "class Best:\n    def keep(self, m):\n        self.b = [p.clone() for p in m.parameters()]",
+}
+_KEEPS_NONE_BY_NAME = {
+    "another model": "for _ in ():\n    best = copy.deepcopy(other)",
+    "a part of the model": "for _ in ():\n    config = copy.deepcopy(net.config)",
+    "in place of another": "for _ in ():\n    other = copy.deepcopy(net)",
+    "for the turn of a loop": "for _ in ():\n    before = [p.clone() for p in net.parameters()]",
+    "gradients": "for _ in ():\n    if 1:\n        kept = [p.grad.clone() for p in net.parameters()]",
+    "joined": "def flat(m):\n    return torch.cat([p.clone().view(-1) for p in m.parameters()])",
+    "a function's own": "def change(m):\n    before = [p.clone() for p in m.parameters()]",
+}
 _KEEPS_NONE = {
     "before any loop": "best = copy.deepcopy(model.state_dict())\nfor _ in ():\n    pass",
     "before a function's loop": "def train(m):\n    best = deepcopy(m.state_dict())\n    for _ in ():\n        pass",
@@ -44,7 +61,10 @@ _KEEPS_NONE = {
     "no Python": "%matplotlib inline\nfor _ in ():\n    best = copy.deepcopy(model.state_dict())",
 }
 _ASKS = "from memwall.session.loop.kept_weights import line_that_keeps_weights\n"
-_ANSWERS = "\ndef line_here(is_on_device):\n    return line_that_keeps_weights(is_on_device=is_on_device)\n"
+_ANSWERS = """
+def line_here(is_on_device, models=()):
+    return line_that_keeps_weights(models, is_on_device=is_on_device)
+"""
 
 
 def said_by(text: str, folder: Path, *, is_on_device: bool = False) -> str:
@@ -66,6 +86,20 @@ def test_a_line_that_keeps_a_copy_is_found(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", _KEEPS_NONE)
 def test_no_other_line_is(name: str, tmp_path: Path) -> None:
     assert said_by(_KEEPS_NONE[name], tmp_path) == ""
+
+
+@pytest.mark.parametrize("name", [*_KEEPS_BY_NAME, *_KEEPS_NONE_BY_NAME])
+def test_a_name_that_stands_for_what_is_trained_is_told_from_others(name: str, tmp_path: Path) -> None:
+    text = (_KEEPS_BY_NAME | _KEEPS_NONE_BY_NAME)[name]
+    path = tmp_path / "named_script.py"
+    path.write_text(f"{_ASKS}\n{text}\n{_ANSWERS}")
+    net, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    holder = types.SimpleNamespace(net=net)
+    found: dict[str, Any] = {}
+    exec(compile(_ASKS + _ANSWERS, str(path), "exec"), found)
+    line = 3 + next(number for number, part in enumerate(text.splitlines()) if "deepcopy" in part or "clone" in part)
+    assert found["line_here"](False, [net]) == (f"named_script.py:{line}" if name in _KEEPS_BY_NAME else "")
+    del other, holder
 
 
 @pytest.mark.parametrize("is_on_device", [True, False])
@@ -93,7 +127,7 @@ def test_a_copy_that_is_there_already_gives_its_place_to_the_next(
     has_copy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GIVEN a loop that replaces a copy from before its first step THEN no step holds two."""
-    monkeypatch.setattr(kept_weights, "line_that_keeps_weights", lambda *, is_on_device: "train.py:7")
+    monkeypatch.setattr(kept_weights, "line_that_keeps_weights", lambda _, *, is_on_device: "train.py:7")
     model = nn.Linear(1009, 13)
     best = duplicate(model.state_dict()) if has_copy else None
     first = with_kept_weights(FIRST, _trace(), model)
@@ -138,7 +172,7 @@ def test_copies_that_come_after_a_state_dict_was_asked_for_are_counted() -> None
     is told."""
     model, _ = trained()
     own_bytes = sum(each.nbytes for each in model.parameters())
-    kept = KeptCopies(lambda: model, lambda: msgspec.structs.replace(FIRST, kept_bytes=own_bytes))
+    kept = KeptCopies(lambda: model, lambda: msgspec.structs.replace(FIRST, kept_bytes=own_bytes), lambda: 0)
     assert kept.begin_step() == 0, "nobody has asked for a state dict"
     copies, told, others = [], [], []
     for num in (1, 1, 0):
@@ -149,6 +183,21 @@ def test_copies_that_come_after_a_state_dict_was_asked_for_are_counted() -> None
         copies[0] = duplicate(model.state_dict())
         told.append(kept.begin_step())
     assert told == [0, own_bytes, 0]
+
+
+@pytest.mark.parametrize("kind", ["a model", "a list", "batches"])
+def test_copies_that_come_to_be_held_are_counted(kind: str) -> None:
+    """GIVEN what lives on from one step to the next WHEN that is a copy THEN it is told, once."""
+    model, _ = trained()
+    own_bytes, live_bytes = sum(each.nbytes for each in model.parameters()), [1 << 20]
+    kept = KeptCopies(lambda: model, lambda: None, lambda: live_bytes[-1])
+    copy_of = {"a model": duplicate, "a list": lambda one: [p.detach().clone() for p in one.parameters()]}
+    told, held = [kept.begin_step()], []
+    for _ in range(2):
+        held.append(copy_of.get(kind, lambda _: torch.zeros(own_bytes // 4))(model))
+        live_bytes.append(live_bytes[-1] + own_bytes)
+        told += [kept.begin_step(), kept.begin_step()]
+    assert told == [0, *[0 if kind == "batches" else own_bytes, 0] * 2]
 
 
 def test_what_shares_the_weights_memory_is_no_copy() -> None:

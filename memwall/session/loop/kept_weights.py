@@ -4,10 +4,8 @@ A copy that stays is in every step after it, and the first one is made long afte
 """
 
 import ast
-import linecache
-import os
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 from torch import nn
@@ -15,10 +13,11 @@ from torch import nn
 from memwall.predict.cuda_allocator.step_peaks import segment_bytes_of
 from memwall.predict.first_step import FirstStep
 from memwall.session.loop.kept_copies import copies_bytes
+from memwall.session.loop.script_text import Names, found_in_text
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.torch_internals.sharding import local_part
 from memwall.trace.records import Trace
-from memwall.trace.source_lines import user_files
+from memwall.trace.together import models_of
 
 _COPIES = ("deepcopy", "clone", "copy")
 """Names of what copies a tensor, or all of a dictionary."""
@@ -33,7 +32,6 @@ _WHOLE_SHARE = 0.9
 """Part of the weights that a copy of them has at least: small ones may lie among others."""
 _NOT_OF_MODELS = ("opt", "sched", "scaler", "sampler", "loader")
 """Parts of the names of what else has a state dict."""
-_MOST_CHARACTERS = 1_000_000
 
 
 def with_kept_weights(first: FirstStep, trace: Trace, model: nn.Module) -> FirstStep:
@@ -42,7 +40,7 @@ def with_kept_weights(first: FirstStep, trace: Trace, model: nn.Module) -> First
     One that is there already, as a loop makes it before its first step, takes the place of the next.
     """
     is_on_device = trace.device != "cpu"
-    kept_at = line_that_keeps_weights(is_on_device=is_on_device)
+    kept_at = line_that_keeps_weights(models_of(model), is_on_device=is_on_device)
     if not kept_at:
         return first
     with without_subclass_functions():  # to look at parameters on disk does not bring them in
@@ -53,36 +51,44 @@ def with_kept_weights(first: FirstStep, trace: Trace, model: nn.Module) -> First
     return msgspec.structs.replace(first, kept_bytes=kept_bytes, kept_at=kept_at)
 
 
-def line_that_keeps_weights(*, is_on_device: bool) -> str:
-    """Returns the first line of the script that keeps a copy of a state dict, as `train.py:41`; "" if none does.
+def line_that_keeps_weights(models: Sequence[nn.Module] = (), *, is_on_device: bool) -> str:
+    """Returns the first line of the script that keeps a copy of its weights, as `train.py:41`; "" if none does.
+
+    That is one of a state dict, of a list of parameters, or of a model itself by a name that stands for it.
 
     Args:
+        models: those that are trained.
         is_on_device: whether a copy counts that stays on a device, and one in the machine's memory does not.
     """
-    for path in user_files():
-        text = "".join(linecache.getlines(path))
-        if "state_dict" not in text or len(text) > _MOST_CHARACTERS:
-            continue
-        try:
-            with warnings.catch_warnings(action="ignore"):  # Python has said them when it read the file
-                line = next(_kept(ast.parse(text), is_on_device=is_on_device), 0)
-        except (SyntaxError, ValueError, RecursionError):
-            continue  # a notebook's cell with commands of its own, or an expression without end
-        if line:
-            return f"{os.path.basename(path)}:{line}"
-    return ""
+    find = partial(_kept, names=Names(), models=models, is_on_device=is_on_device)
+    return next((f"{name}:{line}" for name, line in found_in_text(find, "state_dict", "clone", "deepcopy")), "")
 
 
-def _kept(tree: ast.AST, *, is_on_device: bool) -> Iterator[int]:
+def _kept(tree: ast.AST, *, names: Names, models: Sequence[nn.Module], is_on_device: bool) -> Iterator[int]:
     """Yields the lines that keep a copy in a loop, or in a function without one, which a loop may call."""
+
+    def is_model(part: ast.AST) -> bool:
+        return any(names.value_of(part) is model for model in models)
+
     for scope in ast.walk(tree):
         if isinstance(scope, (ast.Module, *_FUNCTIONS)):
             own = list(_own_parts(scope))
             loops = [part for part in own if isinstance(part, _LOOPS)]
             is_called = not loops and not isinstance(scope, ast.Module)
-            for part in own if is_called else [inner for loop in loops for inner in _own_parts(loop)]:
+            parts = own if is_called else [inner for loop in loops for inner in _own_parts(loop)]
+            chosen = {id(inner) for part in parts if isinstance(part, ast.If) for inner in _own_parts(part)}
+            for part in parts:
                 value = _stored(part)
-                if value is not None and _copies_weights(value, is_on_device=is_on_device):
+                if value is None or (is_on_device and _is_on_host(value)):
+                    continue
+                # What each turn of a loop copies is in the recorded step, and a function's own goes with it.
+                stays = _is_given_on(part) or (id(part) in chosen and not is_called)
+                takes_place = any(map(names.is_module, _targets(part)))
+                if (
+                    _copies_weights(value)
+                    or (stays and _copies_parameters(value))
+                    or (not takes_place and _copies(value, is_model))
+                ):
                     yield value.lineno
 
 
@@ -102,16 +108,43 @@ def _stored(part: ast.AST) -> ast.expr | None:
     return part.args[0] if isinstance(part, ast.Call) and is_append else None
 
 
-def _copies_weights(value: ast.expr, *, is_on_device: bool) -> bool:
+def _targets(part: ast.AST) -> list[ast.expr]:
+    """Returns what a statement assigns to."""
+    return [one for target in getattr(part, "targets", ()) for one in getattr(target, "elts", (target,))]
+
+
+def _is_given_on(part: ast.AST) -> bool:
+    """Tells whether what a statement stores lives longer than the variables of its function."""
+    targets = _targets(part)
+    return not targets or any(isinstance(one, (ast.Attribute, ast.Subscript)) for one in targets)
+
+
+def _is_on_host(value: ast.expr) -> bool:
+    """Tells whether an expression takes a tensor off a device."""
+    is_named = any(isinstance(part, ast.Constant) and part.value == "cpu" for part in ast.walk(value))
+    return is_named or _has_call(value, _LEAVES)
+
+
+def _copies(value: ast.expr, is_model: Callable[[ast.AST], bool]) -> bool:
+    """Tells whether an expression holds `deepcopy(model)`."""
+    calls = [part for part in ast.walk(value) if isinstance(part, ast.Call) and _called(part) == "deepcopy"]
+    return any(len(call.args) == 1 and is_model(call.args[0]) for call in calls)
+
+
+def _copies_parameters(value: ast.expr) -> bool:
+    """Tells whether an expression is `[p.clone() for p in model.parameters()]`, or has that; not of their gradients."""
+    return any(
+        _has_call(part.elt, _COPIES) and not any(getattr(inner, "attr", "") == "grad" for inner in ast.walk(part.elt))
+        for part in (value, *getattr(value, "elts", ()))
+        if isinstance(part, ast.ListComp) and _has_call(part.generators[0].iter, ("parameters",))
+    )
+
+
+def _copies_weights(value: ast.expr) -> bool:
     """Tells whether an expression holds `deepcopy(model.state_dict())`, or a comprehension that copies each of it."""
     parts = list(ast.walk(value))
     calls = {_called(part) for part in parts if isinstance(part, ast.Call)}
     if "state_dict" not in calls or calls.intersection(_PASSES):
-        return False
-    is_on_host = calls.intersection(_LEAVES) or any(
-        isinstance(part, ast.Constant) and part.value == "cpu" for part in parts
-    )
-    if is_on_device and is_on_host:
         return False
     for part in parts:
         if isinstance(part, ast.Call) and _called(part) == "deepcopy" and _has_state_dict(part):
