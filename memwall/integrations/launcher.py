@@ -69,7 +69,7 @@ class ScriptRun:
         watch_spawning(self.watch, self._patches)
         watch_processes(name, self._patches)
         self._before = BeforeScript.now()
-        session.watch_receives()
+        session.watch_ranks()
         session.pipelines.found = self._stage_begins
         self.watch.trains = session.pipelines.trains
         if checkpoint is None:

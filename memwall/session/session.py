@@ -26,7 +26,6 @@ from memwall.session.measurements import Measurements
 from memwall.session.parts_proof import PartsProof
 from memwall.session.ranks.agreement import Ranks
 from memwall.session.ranks.pipelines import Pipelines
-from memwall.session.ranks.receives import watch_receives
 from memwall.session.ranks.uneven_inputs import watch_joins
 from memwall.session.refusals import check_is_trainable_here, check_optimizer, check_parallel
 from memwall.session.step_borders import StepBorders
@@ -99,8 +98,8 @@ class Session:
                 raise
             raise explained from error
         self.pipelines = Pipelines(self._borders, self._live.unseen)
-        self._patches = Patches("sees ranks that wait for each other")
-        self._watches_receives = False
+        self._patches = Patches("follows stages of pipelines, and ranks without inputs")
+        self._watches_ranks = False
 
     @property
     def state(self) -> State:
@@ -185,7 +184,7 @@ class Session:
         keep_groups(model)
         check_device_has(device, self.budget_bytes, self.plan)
         if distributed.is_available() and distributed.is_initialized():
-            self.watch_receives()
+            self.watch_ranks()
         self._borders.attach(model, optimizers_of(optimizers))
         self._borders.trains_copies = trains_copies
         if is_stepped_by_hand:
@@ -224,14 +223,10 @@ class Session:
         """Tells whether gradients were computed where no hook sees them, by torch.func."""
         return self._borders.is_transformed
 
-    def watch_receives(self) -> None:
-        """Follows stages of pipelines, and refuses ranks that wait for each other otherwise before they train.
-
-        To be called before a model is attached, where that has to be found.
-        """
-        if not self._watches_receives:
-            self._watches_receives = True
-            watch_receives(self._patches, lambda: self.ranks is not None)
+    def watch_ranks(self) -> None:
+        """Follows stages of pipelines, and ranks that run out of inputs; to be called before a model is attached."""
+        if not self._watches_ranks:
+            self._watches_ranks = True
             watch_joins(self._patches, self._steps.inputs_end, lambda: self.ranks)
             self.pipelines.listen(self._patches)
 

@@ -22,13 +22,6 @@ MUTATIONS = (
         ("tests/session/ranks/test_reshard_planned.py",),
     ),
     Mutation(
-        "what a rank waited for before torchrun restarted it counts after that",
-        "memwall/session/ranks/receives.py",
-        "    word = uuid4().hex\n",
-        '    word = ""\n',
-        ("tests/session/ranks/test_receives.py",),
-    ),
-    Mutation(
         "a rank that leaves a join in the midst of a step ends with gloo's own error",
         "memwall/session/ranks/uneven_inputs.py",
         "failure = None if met is None else met.left_in_vain()",

@@ -4,6 +4,7 @@ Everything here is called by all ranks at the same point of their loops, where n
 of a step. A rank that does not come, or has ended, is named in an error on all others: none of them waits for ever.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,15 +18,23 @@ from torch import Tensor, distributed
 
 from memwall.errors import ApplyError, RankError
 from memwall.machine.process_group import num_processes
-from memwall.session.ranks.receives import Wait, refuse_waiting, waits_of
 from memwall.torch_internals.dispatch import without_dispatch_modes
 from memwall.torch_internals.process_groups import store_of_all
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.01
 _LEFT = "left-within-step"
+_log = logging.getLogger(__name__)
+_PATIENCE = timedelta(seconds=15)
+"""Time after which a rank that waits for others to begin to train says what may be the matter."""
 _GRACE = timedelta(seconds=5)
 """Time that a rank that knows that another one is missing waits for those that are only late, to tell them apart."""
+
+_MEETING = (
+    "ranks share one plan, and meet before each one's first forward: open the session, or run the command, on every "
+    "rank; none may wait for another one to train first, in a barrier or as a later stage of a pipeline by hand (build "
+    "that by torch.distributed.pipelining)"
+)
 
 
 class Ranks:
@@ -51,8 +60,7 @@ class Ranks:
         """Returns what this process agrees with the others by; None where it trains alone.
 
         Raises:
-            RankError: not all of them opened a session within the time-out of the script's process group, or one waits
-                for another, by its own calls, before it trains.
+            RankError: not all of them opened a session within the time-out of the script's process group.
         """
         if num_processes() == 1:
             return None
@@ -61,14 +69,11 @@ class Ranks:
         rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
         whole = store_of_all()
         timeout: timedelta = whole.timeout
-        store, missing, stuck = _met(whole, rank, num_ranks, timeout)
-        if stuck:
-            raise refuse_waiting(whole, stuck)
+        store, missing = _met(whole, rank, num_ranks, timeout)
         if missing:
             raise RankError(
                 f"{_named(missing)} of {num_ranks} did not begin to train under memwall within {timeout.seconds} s, "
-                "the time-out of the process group; ranks share one plan: open the session, or run the command, on "
-                "every rank"
+                f"the time-out of the process group; {_MEETING}"
             )
         # Of the host: it neither touches the devices nor waits for their streams. `new_group` may find addresses of
         # ranks that torchrun has restarted since, and waits for processes that are no more.
@@ -247,15 +252,14 @@ class Ranks:
         )
 
 
-def _met(whole: Any, rank: int, num_ranks: int, timeout: timedelta) -> tuple[Any, list[int], dict[int, Wait]]:
+def _met(whole: Any, rank: int, num_ranks: int, timeout: timedelta) -> tuple[Any, list[int]]:
     """Meets the other ranks under a name that is new, which rank 0 tells each rank that is there.
 
     torchrun keeps the store of ranks that it restarts: what is found there may be of an earlier process, which has
     ended anywhere. So each rank is told the name under a word of its own, that no process has used before.
 
     Returns:
-        A store for the ranks that have met, those that did not come within a time, and those of them that never will:
-        they wait too.
+        A store for the ranks that have met, and those that did not come within a time.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -275,28 +279,19 @@ def _met(whole: Any, rank: int, num_ranks: int, timeout: timedelta) -> tuple[Any
         return _missing(store, "met", num_ranks, timedelta(seconds=max(0.1, until - time.monotonic())))
 
     hall.set(f"here/{rank}", word)
-    missing, stuck = _absent(come, whole, timeout)
+    missing = come(min(_PATIENCE, timeout))
+    if missing and timeout > _PATIENCE:
+        _log.warning(
+            "%s of %d did not begin to train within %d s, and waiting goes on for up to %d s; %s",
+            _named(missing),
+            num_ranks,
+            _PATIENCE.seconds,
+            timeout.seconds,
+            _MEETING,
+        )
+        missing = come(timeout - _PATIENCE)
     hall.set(f"here/{rank}", "")
-    return PrefixStore(f"memwall/{name}", whole), missing, stuck
-
-
-def _absent(
-    come: Callable[[timedelta], list[int]], whole: Any, timeout: timedelta
-) -> tuple[list[int], dict[int, Wait]]:
-    """Returns the ranks that do not come to meet within a time, and those of them that never will: they wait too.
-
-    Args:
-        come: waits for a time, and returns those that are missing then.
-    """
-    end, before = time.monotonic() + timeout.total_seconds(), dict[int, Wait]()
-    while True:
-        missing = come(min(_GRACE, timedelta(seconds=max(0.1, end - time.monotonic()))))
-        now = waits_of(whole, missing)
-        same = {rank: wait for rank, wait in now.items() if wait == before.get(rank)}
-        stuck = {rank: wait for rank, wait in same.items() if not wait.may_end(missing, rank)}
-        if not missing or stuck or time.monotonic() >= end:
-            return missing, stuck
-        before = now
+    return PrefixStore(f"memwall/{name}", whole), missing
 
 
 def _word_of(hall: Any, rank: int) -> str:

@@ -44,15 +44,15 @@ def test_restarted_ranks_meet_in_the_store_of_those_that_ended() -> None:
     THEN the ranks that follow meet, however late one of them comes, whoever it was that had waited.
     """
     store, timeout = distributed.HashStore(), timedelta(seconds=0.2)
-    _, missing, _ = _met(store, 0, 2, timeout)
+    _, missing = _met(store, 0, 2, timeout)
     assert missing == [1]
-    _, missing, _ = _met(store, 1, 2, timeout)
+    _, missing = _met(store, 1, 2, timeout)
     assert missing == [0]
     distributed.PrefixStore("memwall/meeting", store).set("here/1", "of a process that was killed")
 
     def meet(rank: int) -> tuple[str, list[int]]:
         time.sleep(0.1 * rank)
-        found, missing, _ = _met(store, rank, 2, timedelta(seconds=10))
+        found, missing = _met(store, rank, 2, timedelta(seconds=10))
         if rank == 1:
             found.set("name", "both know it")
         return found.get("name").decode(), missing
@@ -93,6 +93,20 @@ def test_a_store_that_does_not_answer_holds_nobody(monkeypatch: pytest.MonkeyPat
         assert ranks.told_at_end(b"", timedelta(seconds=0.1)) == {}
     finally:
         store.goes_on.set()
+
+
+def test_a_rank_that_waits_for_long_says_what_may_be_the_matter(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GIVEN a rank that waits in a barrier until the other has trained WHEN that one waits THEN it does so in words."""
+    monkeypatch.setattr("memwall.session.ranks.agreement._PATIENCE", timedelta(seconds=0.1))
+    _, missing = _met(distributed.HashStore(), 0, 2, timedelta(seconds=0.3))
+    assert missing == [1]
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith(
+        "rank 1 of 2 did not begin to train within 0 s, and waiting goes on for up to 0 s; ranks share"
+    )
+    assert "none may wait for another one to train first, in a barrier" in said
 
 
 def test_what_one_rank_cannot_do_ends_the_run_on_all() -> None:
