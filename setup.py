@@ -12,8 +12,12 @@ IS_ONE_FOR_ALL = not sysconfig.get_config_var("Py_GIL_DISABLED")
 # there are no tables of rows.
 TENSOR_HEAP = Extension(
     "memwall.native.tensor_heap",
-    sources=["memwall/native/tensor_heap.c", "memwall/native/tensor_heap_hook.c"],
-    depends=["memwall/native/tensor_heap.h"],
+    sources=[
+        "memwall/native/tensor_heap.c",
+        "memwall/native/tensor_heap_hook.c",
+        "memwall/native/tensor_heap_nodes.c",
+    ],
+    depends=["memwall/native/tensor_heap.h", "memwall/native/tensor_heap_nodes.h"],
     extra_compile_args=["-O2", "-Wall", "-Wextra"],
     libraries=["dl", "pthread"],
     optional=True,

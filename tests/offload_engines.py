@@ -111,7 +111,7 @@ def offload_for(pool: Pool, module: nn.Module | None = None, **settings: int) ->
 def loaded_bytes(offload: ActivationOffload) -> int:
     """Returns the bytes brought back that no backward node has taken yet; of packed ones what they unpack to."""
     offload._reap()
-    return offload._loaded_bytes
+    return offload._loads.num_bytes
 
 
 def held_bytes(offload: ActivationOffload) -> int:

@@ -6,9 +6,8 @@
  * that a block covers. One that is returned in part is split first.
  */
 #define _GNU_SOURCE
-#include "tensor_heap.h"
+#include "tensor_heap_nodes.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -18,40 +17,6 @@
 /* Areas of memory that differ in it, of which a process may have 65,530 of all kinds (vm.max_map_count). */
 #define MAX_EDGES 16384u
 #define COMMIT_BYTES (64u << 20) /* address space is made writable in steps */
-#define NODES_PER_SLAB 1024u
-
-typedef struct Node {
-    struct Node *before, *after;         /* neighbours by address */
-    struct Node *free_before, *free_after; /* the free list, in no order; free_after also chains unused nodes */
-    uint32_t page, num_pages;
-    uint32_t num_resident; /* of a free node; a block counts as resident whole */
-    int is_free;
-} Node;
-
-typedef struct Slab {
-    struct Slab *next;
-    Node nodes[NODES_PER_SLAB];
-} Slab;
-
-struct Heap {
-    pthread_mutex_t lock;
-    char *base;
-    uint64_t page_bytes;
-    uint64_t num_reserved, num_committed; /* pages */
-    uint64_t ceiling;                     /* pages; 0: none */
-    int is_dry;
-    Node *last;         /* by address */
-    Node *free_list;
-    Node *unused_nodes;
-    Slab *slabs;
-    uint32_t top;          /* pages in use by nodes: where the heap grows */
-    Node **node_at;        /* by the first page of a block */
-    uint8_t *is_resident;  /* by page */
-    uint8_t *is_cut;       /* by huge page: faults bring in single pages */
-    uint64_t num_edges;    /* between cut ones and others */
-    int is_all_cut;        /* for good: huge pages are of another size, or there were too many edges */
-    uint64_t num_resident, num_live, peak_resident, peak_live, num_fresh, num_returned, num_blocks;
-};
 
 static void *reserve(uint64_t nbytes, int protection) {
     void *found = mmap(NULL, nbytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -107,82 +72,6 @@ void heap_destroy(Heap *heap) {
     }
     pthread_mutex_destroy(&heap->lock);
     free(heap);
-}
-
-/* -- nodes ------------------------------------------------------------------------------------------------------- */
-
-static Node *new_node(Heap *heap) {
-    if (!heap->unused_nodes) {
-        Slab *slab = calloc(1, sizeof(Slab));
-        if (!slab) return NULL;
-        slab->next = heap->slabs;
-        heap->slabs = slab;
-        for (unsigned i = 0; i < NODES_PER_SLAB; i++) {
-            slab->nodes[i].free_after = heap->unused_nodes;
-            heap->unused_nodes = &slab->nodes[i];
-        }
-    }
-    Node *node = heap->unused_nodes;
-    heap->unused_nodes = node->free_after;
-    memset(node, 0, sizeof(Node));
-    return node;
-}
-
-static void link_free(Heap *heap, Node *node) {
-    node->is_free = 1;
-    node->free_before = NULL;
-    node->free_after = heap->free_list;
-    if (heap->free_list) heap->free_list->free_before = node;
-    heap->free_list = node;
-}
-
-static void unlink_free(Heap *heap, Node *node) {
-    node->is_free = 0;
-    if (node->free_before) node->free_before->free_after = node->free_after;
-    else heap->free_list = node->free_after;
-    if (node->free_after) node->free_after->free_before = node->free_before;
-}
-
-/* Joins a free node with the free node behind it, which goes. */
-static void merge_with_after(Heap *heap, Node *node) {
-    Node *gone = node->after;
-    unlink_free(heap, gone);
-    node->num_pages += gone->num_pages;
-    node->num_resident += gone->num_resident;
-    node->after = gone->after;
-    if (gone->after) gone->after->before = node;
-    else heap->last = node;
-    gone->free_after = heap->unused_nodes;
-    heap->unused_nodes = gone;
-}
-
-static uint32_t count_resident(const Heap *heap, uint32_t page, uint32_t num_pages) {
-    uint32_t sum = 0;
-    for (uint32_t i = 0; i < num_pages; i++) sum += heap->is_resident[page + i];
-    return sum;
-}
-
-/* Cuts a node that is in no list, so that its first `num_pages` are left; the rest becomes free. */
-static int split(Heap *heap, Node *node, uint32_t num_pages) {
-    Node *rest = new_node(heap);
-    if (!rest) return -1;
-    uint32_t all_resident = node->num_resident;
-    rest->page = node->page + num_pages;
-    rest->num_pages = node->num_pages - num_pages;
-    if (node->num_resident == node->num_pages) {
-        node->num_resident = num_pages;
-    } else if (node->num_resident) {
-        node->num_resident = count_resident(heap, node->page, num_pages);
-    }
-    rest->num_resident = all_resident - node->num_resident;
-    node->num_pages = num_pages;
-    rest->before = node;
-    rest->after = node->after;
-    if (node->after) node->after->before = rest;
-    else heap->last = rest;
-    node->after = rest;
-    link_free(heap, rest);
-    return 0;
 }
 
 /* -- residency --------------------------------------------------------------------------------------------------- */
@@ -349,7 +238,7 @@ void *heap_allocate(Heap *heap, uint64_t nbytes) {
         if (node->num_pages >= pages && (!found || node->page < found->page)) found = node;
     if (found) {
         unlink_free(heap, found);
-        if (found->num_pages > pages && split(heap, found, (uint32_t)pages)) {
+        if (found->num_pages > pages && split_node(heap, found, (uint32_t)pages)) {
             link_free(heap, found);
             found = NULL;
         }

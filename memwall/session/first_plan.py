@@ -73,6 +73,20 @@ def check_device(allow: Sequence[str], device: str) -> None:
             technique.check_device(device)
 
 
+def check_asked_of(model: nn.Module, plan: Plan | None, allow: Sequence[str], budget_bytes: int) -> None:
+    """Checks that a session's model, and the device that it is on, is one for what the session is asked for.
+
+    Raises:
+        UsageError: what is allowed cannot be done there, or the budget is more than the device has.
+        PlanError: the plan that was given is for another model, or for a device with more memory.
+    """
+    if plan is not None:
+        check_plan_is_for(plan, model)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    check_device(allow, device.type)
+    check_device_has(device, budget_bytes, plan)
+
+
 def check_plan_is_for(plan: Plan, model: nn.Module) -> None:
     """Checks that a plan that was given is for this model, where it is.
 

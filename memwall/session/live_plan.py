@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from memwall.apply.optimizer_state.state_keeper import can_place
+from memwall.apply.optimizer_state.open_state import can_place
 from memwall.apply.streaming.open_streaming import why_not_streamed
 from memwall.apply.technique import allowed, usable
 from memwall.errors import InfeasibleError, MemwallError, PlanError
@@ -55,9 +55,7 @@ class LivePlan:
         borders: knows the model and what steps it.
         measured: where moved bytes and planning are counted.
         on_plan: called when a plan stands, before it is applied.
-        set_by_loop: tags of actions that the training loop carries out itself.
-        disk_capacity_bytes: the most to take of the disk below a CPU's memory; None for what is free there.
-        host_capacity_bytes: the most host memory to take below a CUDA device; None for what can be pinned.
+        set_by_loop, disk_capacity_bytes, host_capacity_bytes: see `PlanInEffect`.
     """
 
     def __init__(
@@ -189,8 +187,7 @@ class LivePlan:
         trace, first = self.recorded.finish(self._borders.optimizers)
         num_batches = trace.num_micro_batches + self._borders.num_left_out
         self.trace = msgspec.structs.replace(trace, num_micro_batches=num_batches)
-        earlier = self.settings.first_step
-        if earlier is not None:  # a run under another budget begins with that step again
+        if (earlier := self.settings.first_step) is not None:  # a run under another budget begins with that step again
             first = msgspec.structs.replace(first, needed_bytes=max(first.needed_bytes, earlier.needed_bytes))
         if self.trace.device == "cpu":
             first = msgspec.structs.replace(first, before_bytes=self._measured.before_bytes)

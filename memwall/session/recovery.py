@@ -6,6 +6,8 @@ begin again; a run that commits its steps leaves that budget to the process that
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -76,7 +78,7 @@ class Recovery:
         """
         plan = self._live.plan
         if plan is not None and self._live.trace is not None and self._can_plan_again:
-            kept_bytes = excess_bytes(plan, _foreseen_bytes(plan) + kept_bytes) if kept_bytes else 0
+            kept_bytes = excess_bytes(plan, plan.forecast.steady_process_bytes + kept_bytes) if kept_bytes else 0
             for excess, kept in ((kept_bytes, _OF_TENSORS), (risen_bytes, _BESIDE_TENSORS)):
                 if excess > self._excess_bytes:  # what a step itself has used too much is told, where there was any
                     is_steps = self._excess_bytes > 0 and not self._kept
@@ -245,7 +247,7 @@ class Recovery:
         if self._measured.meter.device != "cpu":
             # A step may begin with nothing cached: then what the last one held says more of what can be had.
             held_bytes, self._ended_bytes = max(held_bytes, self._ended_bytes), 0
-        charged_bytes = max(0, held_bytes + found.asked_bytes - _foreseen_bytes(before))
+        charged_bytes = max(0, held_bytes + found.asked_bytes - before.forecast.steady_process_bytes)
         try:
             revision = self._live.revised(charged_bytes=charged_bytes, held_bytes=held_bytes)
         except InfeasibleError as error:
@@ -306,14 +308,17 @@ class Recovery:
             reason: why the step is not done again.
             has_next: whether a run with a smaller budget may get further.
         """
-        plan = self._live.plan
+        plan, foreseen = self._live.plan, ""
+        if plan is not None:
+            holds = "".join(f", with the most {reason}" for reason in plan.forecast.binding[:1])
+            foreseen = f"the plan foresees {format_bytes(plan.forecast.steady_process_bytes)}{holds}"
         return as_error(
             found,
             num_steps=self._measured.num_steps,
             budget_bytes=self._live.budget_bytes,
             reason=reason,
             next_budget_bytes=_budget_after(plan, found) if plan is not None and has_next else 0,
-            foreseen="" if plan is None else _foreseen(plan),
+            foreseen=foreseen,
         )
 
     def explained(self, error: BaseException) -> OutOfMemoryError | None:
@@ -329,29 +334,51 @@ class Recovery:
         reason = reason or "the loop computes the gradients itself, so that memwall cannot do that again"
         return self.error(found, reason)
 
-    def not_brought_back(self, error: BaseException) -> OutOfMemoryError | None:
-        """Returns the typed error for state that a session that closes has no memory for; None of any other failure."""
-        found = self.exhaustion_of(error)
-        if found is None:
-            return None
-        asked = format_bytes(found.asked_bytes) if found.asked_bytes else "memory"
-        return OutOfMemoryError(
-            f"out of memory while the session closed: {asked} could not be had while the process held "
-            f"{format_bytes(found.held_bytes)}; parameters and optimizer state that the plan has elsewhere are not all "
-            "back in memory, and what is not is on the meta device; load them from a checkpoint before they are used, "
-            "with more memory free",
-            phase="between steps",
-            asked_bytes=found.asked_bytes,
-            held_bytes=found.held_bytes,
-            next_budget_bytes=0,
-        )
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raises the typed error for a failure to get memory within."""
+        try:
+            yield
+        except Exception as error:
+            explained = self.explained(error)
+            if explained is None:
+                raise
+            raise explained from error
+
+    @contextmanager
+    def bringing_back(self, *, is_last_word: bool) -> Iterator[None]:
+        """Says in words what a session that closes has no memory for, within.
+
+        Args:
+            is_last_word: whether to raise it; else it is logged, and the caller raises what has ended the training.
+        """
+        try:
+            yield
+        except Exception as error:
+            found = self.exhaustion_of(error)
+            if found is None:
+                raise
+            asked = format_bytes(found.asked_bytes) if found.asked_bytes else "memory"
+            failed = OutOfMemoryError(
+                f"out of memory while the session closed: {asked} could not be had while the process held "
+                f"{format_bytes(found.held_bytes)}; parameters and optimizer state that the plan has elsewhere are not "
+                "all back in memory, and what is not is on the meta device; load them from a checkpoint before they "
+                "are used, with more memory free",
+                phase="between steps",
+                asked_bytes=found.asked_bytes,
+                held_bytes=found.held_bytes,
+                next_budget_bytes=0,
+            )
+            if is_last_word:
+                raise failed from error
+            _log.error("%s", failed)
 
 
 def excess_bytes(plan: Plan, peak_bytes: int) -> int:
     """Returns how far a step's peak lies above what the plan foresaw; 0 within the margin, or far from the budget."""
     if not _is_near_budget(plan, peak_bytes):
         return 0
-    excess = peak_bytes - _foreseen_bytes(plan)
+    excess = peak_bytes - plan.forecast.steady_process_bytes
     return excess if excess > plan.forecast.margin_bytes else 0
 
 
@@ -368,15 +395,6 @@ def _budget_after(plan: Plan, found: Exhaustion) -> int:
     what another recording may differ by, without which the next run may well have a plan.
     """
     margin_bytes = plan.forecast.margin_bytes
-    budget_bytes = min(found.held_bytes, _foreseen_bytes(plan) - found.asked_bytes) + margin_bytes
+    budget_bytes = min(found.held_bytes, plan.forecast.steady_process_bytes - found.asked_bytes) + margin_bytes
     least_bytes = (plan.forecast.smallest_feasible_budget_bytes or 1) - margin_bytes
     return budget_bytes if budget_bytes >= max(least_bytes, 1) else 0
-
-
-def _foreseen(plan: Plan) -> str:
-    holds = "".join(f", with the most {reason}" for reason in plan.forecast.binding[:1])
-    return f"the plan foresees {format_bytes(_foreseen_bytes(plan))}{holds}"
-
-
-def _foreseen_bytes(plan: Plan) -> int:
-    return plan.forecast.phases.get("steady_step", plan.forecast.peak).process_bytes

@@ -6,7 +6,6 @@ The first step runs under the safest plan there is (`recorded_step`). It is a fu
 an evaluation follows it on one of several ranks, the plan waits (`recorded`) for the forward that all of them make.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from memwall.apply.offload.parking import close_once_unneeded
 from memwall.errors import ApplyError, MemwallError, OutOfMemoryError
 from memwall.patches import Patches, undo_all, with_random_numbers_kept
 from memwall.planning.planfile import Plan
-from memwall.session.first_plan import asked, check_device, check_device_has, check_plan_is_for
+from memwall.session.first_plan import asked, check_asked_of, check_plan_is_for
 from memwall.session.interruptions import interruptions_put_off
 from memwall.session.live_plan import LivePlan
 from memwall.session.measurements import Measurements
@@ -38,7 +37,6 @@ from memwall.torch_internals.reducer import keep_groups
 from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.trace.records import Trace
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -90,13 +88,8 @@ class Session:
         self._borders, self._live = self._steps.borders, self._steps.live
         if within_bytes is not None:
             self._live.lower_budget(within_bytes)
-        try:
+        with self._steps.recovery.explaining():
             settle_first_calls()
-        except Exception as error:
-            explained = self.explained(error)
-            if explained is None:
-                raise
-            raise explained from error
         self.pipelines = Pipelines(self._borders, self._live.unseen)
         self._patches = Patches("follows stages of pipelines, and ranks without inputs")
         self._watches_ranks = False
@@ -176,13 +169,9 @@ class Session:
         if self._borders.model is not None:
             raise ApplyError("this session already trains a model; use one session for each")
         check_parallel(model, optimizers_of(optimizers))
-        if self.plan is not None:
-            check_plan_is_for(self.plan, model)
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        check_device(self._live.settings.allow, device.type)
         check_is_trainable_here(model)
+        check_asked_of(model, self.plan, self._live.settings.allow, self.budget_bytes)
         keep_groups(model)
-        check_device_has(device, self.budget_bytes, self.plan)
         if distributed.is_available() and distributed.is_initialized():
             self.watch_ranks()
         self._borders.attach(model, optimizers_of(optimizers))
@@ -266,15 +255,8 @@ class Session:
             ends = (close_once_unneeded, self.measured.end_run, self._live.end, self._borders.let_go)
             replaced = [self._live.in_effect.keeper.close] * brings_back
             try:
-                with interruptions_put_off():
+                with self._steps.recovery.bringing_back(is_last_word=completed), interruptions_put_off():
                     undo_all((self._patches.undo, *ends, *replaced, take_back, self._live.stop_recording))
-            except Exception as error:
-                failed = self._steps.recovery.not_brought_back(error)
-                if failed is None:
-                    raise
-                if completed:
-                    raise failed from error
-                _log.error("%s", failed)  # the caller raises what has ended the training
             finally:
                 end_stand_in()
                 self._steps.state = "closed"

@@ -19,7 +19,8 @@ from memwall.apply.microbatch import MicroBatches
 from memwall.apply.offload import machine_below, parking
 from memwall.apply.offload.parking import Parked
 from memwall.apply.optimizer_state import open_state
-from memwall.apply.optimizer_state.state_keeper import StateKeeper, can_place, why_not_on_cpu
+from memwall.apply.optimizer_state.open_state import can_place, why_not_on_cpu
+from memwall.apply.optimizer_state.state_keeper import StateKeeper
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.techniques import cpu_step, offload
 from memwall.errors import StoreError

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memwall.apply.blocks.counts import BlockCounts
 from memwall.apply.offload.entry import Entry, EntryList, Group, Saved, byte_range, guard_of
 from memwall.apply.offload.filled_later import is_filled_later
+from memwall.apply.offload.loads import Loads
 from memwall.apply.offload.packed import PackedTier, can_leave_packed
 from memwall.errors import ApplyError, MemwallError
 from memwall.planning.techniques.offload import LeavingForm
@@ -82,14 +83,12 @@ class ActivationOffload(Closing):
         self._by_range: dict[Hashable, Entry] = {}
         self._groups: dict[Hashable, dict[Entry, None]] = {}
         self._active = threading.local()
-        self._loaded: dict[Entry, None] = {}
-        self._loaded_bytes = 0
+        self._loads = Loads(window_bytes)
         # Saved handles die in any thread, at any instant, under any lock (garbage collection): they only leave a note
         # here, and the next call acts on it.
         self._dead: deque[tuple[Entry, bool]] = deque()
         self._is_closed = False
         self._moved_bytes = 0
-        self._restored_bytes = 0
         self.refusal = ""
         """Why saved tensors stayed on a device that were to leave it; "" if none did."""
         self.failure: MemwallError | None = None
@@ -105,7 +104,7 @@ class ActivationOffload(Closing):
     @property
     def bytes_read(self) -> int:
         """Returns the bytes asked back so far, as they left."""
-        return self._restored_bytes
+        return self._loads.restored_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -157,7 +156,7 @@ class ActivationOffload(Closing):
             self._reap()
             for entry in reversed(list(self._groups.get(key, ()))):
                 if entry.load is None and entry.num_unread > 0:
-                    self._begin_load(entry, is_urgent=False)
+                    self._loads.begin(entry, is_urgent=False)
 
     @property
     def _group(self) -> Group:
@@ -238,13 +237,13 @@ class ActivationOffload(Closing):
             is_loaded = entry.load is not None
             try:
                 if not is_loaded:
-                    self._begin_load(entry, is_urgent=True)
+                    self._loads.begin(entry, is_urgent=True)
                 tensor = saved.view_of(entry.tier.collect(entry.load))
             except MemwallError as error:
                 self._note_failure(error)
                 raise
             if not is_loaded:
-                self._drop_load(entry, is_collected=True)
+                self._loads.drop(entry, is_collected=True)
             return tensor
 
     # Lifetime.
@@ -341,50 +340,19 @@ class ActivationOffload(Closing):
         is_loaded = buffer is None
         if buffer is None:
             if entry.load is not None and entry.was_written:
-                self._drop_load(entry, is_collected=True)
+                self._loads.drop(entry, is_collected=True)
             if entry.load is None:
-                self._begin_load(entry, is_urgent=True)
+                self._loads.begin(entry, is_urgent=True)
             buffer = entry.tier.collect(entry.load)
             entry.remember(buffer)
         tensor = saved.view_of(buffer)
         saved.mark_read()
         if is_loaded:  # last: with something queued workers ask for the interpreter, at each operation on tensors here
-            self._read_ahead(entry)
+            self._loads.read_ahead(entry)
         # A range with handles that wait is kept for them while the window has room: the next reader is often near.
-        if entry.load is not None and (entry.num_unread == 0 or self._loaded_bytes > self._window_bytes):
-            self._drop_load(entry, is_collected=True)
+        if entry.load is not None and (entry.num_unread == 0 or self._loads.is_full):
+            self._loads.drop(entry, is_collected=True)
         return tensor
-
-    def _begin_load(self, entry: Entry, *, is_urgent: bool) -> None:
-        entry.load = entry.tier.load(entry.parked, is_urgent=is_urgent)
-        self._loaded[entry] = None
-        self._loaded_bytes += entry.num_bytes
-        self._restored_bytes += entry.parked.num_bytes
-
-    def _drop_load(self, entry: Entry, *, is_collected: bool) -> None:
-        if not is_collected:
-            entry.tier.discard(entry.load)
-        entry.load = None
-        del self._loaded[entry]
-        self._loaded_bytes -= entry.num_bytes
-
-    def _read_ahead(self, entry: Entry) -> None:
-        """Begins loads of what was saved before `entry`, newest first, up to the window, without `entry` itself."""
-        older = entry.older
-        while older is not None:
-            if older.load is None and older.num_unread > 0 and older.device == entry.device:
-                if not self._make_room(older.num_bytes, entry):
-                    return
-                self._begin_load(older, is_urgent=False)
-            older = older.older
-
-    def _make_room(self, num_bytes: int, current: Entry) -> bool:
-        """Returns whether `num_bytes` more fit the window, if loads are dropped that backward has passed by."""
-        room_bytes = self._window_bytes + (current.num_bytes if current.load is not None else 0) - num_bytes
-        if self._loaded_bytes > room_bytes:
-            for passed in [entry for entry in self._loaded if entry.number > current.number]:
-                self._drop_load(passed, is_collected=False)
-        return self._loaded_bytes <= room_bytes
 
     def _reap(self) -> None:
         """Acts on the deaths of handles; entries without a handle go."""
@@ -396,11 +364,11 @@ class ActivationOffload(Closing):
                 if entry.num_handles == 0:
                     self._release(entry)
                 elif entry.num_unread == 0 and entry.load is not None:
-                    self._drop_load(entry, is_collected=False)
+                    self._loads.drop(entry, is_collected=False)
 
     def _release(self, entry: Entry) -> None:
         if entry.load is not None:
-            self._drop_load(entry, is_collected=False)
+            self._loads.drop(entry, is_collected=False)
         self._entries.remove(entry)
         if self._by_range.get(entry.key) is entry:
             del self._by_range[entry.key]

@@ -19,10 +19,33 @@ from memwall.apply.optimizer_state.pinned import PinnedSpace
 from memwall.apply.optimizer_state.shares import StateSpace
 from memwall.apply.optimizer_state.staged import StagedSpace
 from memwall.errors import ApplyError, StoreError
+from memwall.planning.location import MOST_PLACED
 from memwall.store.buckets import DiskSpace
+from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
+
+
+def can_place(given: Optimizers) -> bool:
+    """Returns whether the state of a model's optimizers can be on the next tier between steps; that of many cannot."""
+    optimizers = optimizers_of(given)
+    try:
+        for optimizer in optimizers:
+            check_can_be_away(optimizer)
+    except ApplyError:
+        return False
+    return len(optimizers) <= MOST_PLACED
+
+
+def why_not_on_cpu(given: Optimizers) -> str | None:
+    """Returns None if the CPU can step what steps a model on CUDA, as far as it is known, else why not."""
+    try:
+        for optimizer in optimizers_of(given):
+            check_can_step_on_cpu(optimizer)
+    except ApplyError as error:
+        return str(error)
+    return None
 
 
 def open_optimizer_state(

@@ -18,8 +18,6 @@ from memwall.apply.optimizer_state.cpu_step import CpuStep
 from memwall.apply.optimizer_state.low_bit import LowBitMoments, LowBitOptimizerState
 from memwall.apply.optimizer_state.open_on_disk import OpenOnDisk
 from memwall.apply.optimizer_state.open_state import (
-    check_can_be_away,
-    check_can_step_on_cpu,
     device_of,
     open_cpu_step,
     open_optimizer_state,
@@ -29,10 +27,8 @@ from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.errors import ApplyError, MemwallError, OffloadIOError, StoreError
 from memwall.machine.meter import CudaMeter, process_bytes
 from memwall.patches import undo_all
-from memwall.planning.location import MOST_PLACED
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement, bucket_choices
 from memwall.store.buckets import DiskSpace
-from memwall.trace.optimizers import Optimizers, optimizers_of
 from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -41,27 +37,6 @@ _KEPT = {"disk": DiskSpace.kept, "host": PinnedSpace.kept}
 # Beside the state, a step makes temporaries of a parameter's size, and Python objects.
 _TEMPORARIES = 2
 _SLACK_BYTES = 16 << 20
-
-
-def can_place(given: Optimizers) -> bool:
-    """Returns whether the state of a model's optimizers can be on the next tier between steps; that of many cannot."""
-    optimizers = optimizers_of(given)
-    try:
-        for optimizer in optimizers:
-            check_can_be_away(optimizer)
-    except ApplyError:
-        return False
-    return len(optimizers) <= MOST_PLACED
-
-
-def why_not_on_cpu(given: Optimizers) -> str | None:
-    """Returns None if the CPU can step what steps a model on CUDA, as far as it is known, else why not."""
-    try:
-        for optimizer in optimizers_of(given):
-            check_can_step_on_cpu(optimizer)
-    except ApplyError as error:
-        return str(error)
-    return None
 
 
 class StateKeeper:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memwall.apply.optimizer_state.kept_space import kept_space, open_scratch_pool
-from memwall.apply.optimizer_state.state_keeper import can_place
+from memwall.apply.optimizer_state.open_state import can_place
 from memwall.apply.streaming.parameter_streaming import ParameterStreaming
 from memwall.apply.streaming.parameter_tier import ParameterTier
 from memwall.apply.streaming.places import DiskPlace, HostPlace

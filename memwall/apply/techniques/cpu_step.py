@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from memwall.apply.optimizer_state.open_state import why_not_on_cpu
 from memwall.apply.optimizer_state.partial_step import below_hooks
-from memwall.apply.optimizer_state.state_keeper import why_not_on_cpu
 from memwall.apply.state_technique import PlacementEffect, StateHandler
 from memwall.apply.technique import Target, TierName, register
 from memwall.machine.tiers import Machine

@@ -14,8 +14,9 @@ import memwall
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.optimizer_state import state_keeper
 from memwall.apply.optimizer_state.bucketed_state import OptimizerState
+from memwall.apply.optimizer_state.open_state import can_place
 from memwall.apply.optimizer_state.recorded import RecordedState
-from memwall.apply.optimizer_state.state_keeper import StateKeeper, can_place
+from memwall.apply.optimizer_state.state_keeper import StateKeeper
 from memwall.store.transfer import TransferPool
 from memwall.trace.records import Step
 from memwall.trace.trace_builder import TraceBuilder
