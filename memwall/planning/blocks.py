@@ -133,8 +133,15 @@ class _Finder:
         is_large = self.saved_bytes[index] > _LARGE_SHARE * self.total
         if not is_large or not self.calls.get(index) or not self.trace.modules[index].is_wrappable:
             return ()
-        layers = self.children.get(index, [])
-        return layer_runs(self.trace.modules, self.step, index, layers, calls=self.calls, saved_bytes=self.saved_bytes)
+        return layer_runs(
+            self.trace.modules,
+            self.step,
+            index,
+            {child: sorted(self._below(child)) for child in self.children.get(index, [])},
+            calls=self.calls,
+            saves_of=self.saves_of,
+            saved_bytes=self.saved_bytes,
+        )
 
     def _block(self, path: str, index: int, members: Collection[int], calls: Sequence[ModuleCall]) -> BlockCalls:
         saved: list[list[int]] = [[] for _ in calls]

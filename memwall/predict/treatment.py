@@ -126,9 +126,20 @@ class StepModel(CallRules):
         stays = (self._stay(index, changes) for index in range(len(self.step.storages)))
         return [life for life in stays if life is not None] + changes.come
 
-    def changed_lives(self, block: int, treatment: Treatment) -> tuple[list[Life], list[Life]]:
-        """Returns what treating one block alone changes: (lives of a plain step that go, lives that come instead)."""
+    def changed_lives(
+        self, block: int, treatment: Treatment, *, in_chain: bool = False
+    ) -> tuple[list[Life], list[Life]]:
+        """Returns what treating one block alone changes: (lives of a plain step that go, lives that come instead).
+
+        Args:
+            in_chain: what earlier blocks have saved too, as their results, is taken as let go by them.
+        """
         changes = self._changes({block: treatment})
+        if in_chain:
+            for index, numbers in self._saved_before[block].items():
+                own = set(self._saves_of[index]).difference(numbers)
+                if changes.taken.issuperset(own) and index not in changes.held_until:
+                    changes.taken.update(numbers)
         gone: list[Life] = []
         come: list[Life] = []
         for index, plain in self._plain_lives[block].items():
@@ -137,6 +148,23 @@ class StepModel(CallRules):
                 gone.extend(() if plain is None else (plain,))
                 come.extend(() if life is None else (life,))
         return gone, come + changes.come
+
+    @property
+    def has_chains(self) -> bool:
+        """Tells whether blocks save the results of earlier ones that have saved them, too."""
+        return any(self._saved_before)
+
+    @cached_property
+    def _saved_before(self) -> list[dict[int, list[int]]]:
+        """Returns for each block what it is the last of several to save, and the numbers of the earlier savings."""
+        block_of = {n: b for b, block in enumerate(self.blocks) for saved in block.saved for n in saved}
+        found: list[dict[int, list[int]]] = [{} for _ in self.blocks]
+        for index, numbers in self._saves_of.items():
+            last = max((block_of.get(number, -1) for number in numbers), default=-1)
+            earlier = [number for number in numbers if block_of.get(number) != last]
+            if earlier and all(number in block_of for number in numbers):
+                found[last][index] = earlier
+        return found
 
     @cached_property
     def touched(self) -> frozenset[int]:

@@ -262,8 +262,8 @@ MUTATIONS = (
     Mutation(
         "a run of layers begins with a layer in place, and cannot be computed again",
         "memwall/planning/layer_runs.py",
-        "held_bytes >= least_bytes and not any(_writes(step, row[place], written) for row in rows)",
-        "held_bytes >= least_bytes",
+        "is_full and begins_well and not any(_writes(step, row[place], written) for row in rows)",
+        "is_full and begins_well",
         ("tests/planning/test_layer_runs.py",),
     ),
     Mutation(

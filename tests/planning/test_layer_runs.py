@@ -9,6 +9,7 @@ from plain_cnn import Network, features
 from torch import Tensor, nn
 
 from memwall.planning.blocks import find_blocks
+from memwall.planning.one_recording.step_rows import StepRows
 from memwall.predict.call_rules import BlockCalls, Treatment
 from memwall.predict.curve import live_peak_bytes
 from memwall.predict.treatment import StepModel
@@ -45,6 +46,15 @@ class Derived(nn.Sequential):
 
 class Named(nn.Sequential):
     """Has another name alone, as FSDP2 gives it one."""
+
+
+def conv_of(width: int, *others: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), *others)
+
+
+def perceptron(num_blocks: int = 6, relu: nn.Module | None = None) -> nn.Sequential:
+    """Blocks that save what they are called with and what they return, of 64 KiB each, and nothing else."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), relu or nn.ReLU()) for _ in range(num_blocks)))
 
 
 class LayerElsewhere(Network):
@@ -112,14 +122,42 @@ def test_a_call_that_ends_the_recording_is_no_call_of_the_layers() -> None:
     [
         Network(Derived(*features())),
         Network(nn.Sequential(*list(features())[:6])),
-        Network(nn.Sequential(*list(features())[:8], nn.Sequential(nn.BatchNorm2d(8), nn.ReLU()))),
+        Network(nn.Sequential(*list(features())[:8], *(conv_of(8, nn.BatchNorm2d(8), nn.GELU()) for _ in range(4)))),
         LayerElsewhere(),
         with_forward_around(Network()),
     ],
-    ids=["a forward of its own", "few layers", "sequences within", "a layer from elsewhere", "a forward around"],
+    ids=["a forward of its own", "few layers", "blocks within", "a layer from elsewhere", "a forward around"],
 )
 def test_others_are_not_divided(model: nn.Module) -> None:
     assert not any(":" in path for path in paths(model))
+
+
+def test_blocks_that_save_what_they_pass_on_are_taken_together_and_each_run_has_something_to_free() -> None:
+    _, step, blocks = recorded(perceptron())
+    assert [block.path for block in blocks] == ["0:1", "2:3", "4:5"]
+    for block in blocks:
+        ends = {*block.calls[0].inputs, *block.calls[0].outputs}
+        within = {step.saved[number].storage for number in block.saved[0]} - ends
+        kept = [step.storages[index].nbytes for index in within if step.storages[index].category == "activation"]
+        assert kept == [2 * 3 * 32 * 32 * 4]
+
+
+def test_single_layers_that_save_what_they_pass_on_are_taken_together_as_well() -> None:
+    flat = [layer for block in perceptron() for layer in block]  # type: ignore[attr-defined]
+    assert [block.path for block in recorded(nn.Sequential(*flat))[2]] == ["0:3", "4:7", "8:11"]
+
+
+def test_a_layer_within_that_others_call_too_keeps_a_sequence_whole() -> None:
+    assert not any(":" in path for path in paths(perceptron(relu=nn.ReLU())))
+
+
+@pytest.mark.parametrize("in_chain", [False, True], ids=["alone", "in a chain"])
+def test_inputs_that_leave_are_free_where_the_blocks_before_let_go_of_them_as_well(in_chain: bool) -> None:
+    trace, step, blocks = recorded(perceptron(12))
+    rows = StepRows(StepModel(step, trace.names, blocks), "cpu", in_chain=in_chain)
+    again, away = Treatment(recompute=True), Treatment(recompute=True, offload=True, min_bytes=1)
+    freed = [rows.freed_bytes(1, away) - rows.freed_bytes(1, again), rows.freed_bytes(0, away)]
+    assert [round(num_bytes / (2 * 3 * 32 * 32 * 4)) for num_bytes in freed] == [int(in_chain), 1]
 
 
 def test_a_layer_that_is_called_twice_keeps_a_sequence_whole() -> None:

@@ -49,6 +49,8 @@ class _Batch(NamedTuple):
 
     model: StepModel
     rows: StepRows
+    in_chain: StepRows | None = None
+    """Rows of blocks that are treated together with those before them; None where that makes no difference."""
     num_parts: int = 1
     actions: tuple[Action, ...] = ()
     """Are what splits it."""
@@ -110,7 +112,12 @@ class SearchAtLocation:
         least_bytes: int | None = None
         for batch in self._batches():
             for size in reversed(windows):  # what moves as well needs less, mostly
-                least_bytes = self._smallest_for(batch, size, least_bytes)
+                least_bytes = self._smallest_for(batch, self._instance(batch, size), least_bytes)
+            if batch.in_chain is not None and self._can_move:
+                in_chain = self._instance(batch, WINDOW_BYTES, batch.in_chain)
+                least_bytes = self._smallest_for(batch, in_chain, least_bytes)
+            # With fewest tensors a device's allocator may hold more of what lies between them.
+            least_bytes = self._replayed_bytes(batch.model.step, 0, least_bytes)
         assert least_bytes is not None, "there is the recorded batch"
         return max(least_bytes, self._process.budget_for(self.evaluation_bytes))
 
@@ -151,7 +158,9 @@ class SearchAtLocation:
 
     def _batch(self, step: Step, num_parts: int = 1, actions: tuple[Action, ...] = ()) -> _Batch:
         model = StepModel(step, self._trace.names, find_blocks(self._trace, step))
-        return _Batch(model, StepRows(model, self._trace.device), num_parts, actions)
+        device = self._trace.device
+        in_chain = StepRows(model, device, in_chain=True) if model.has_chains else None
+        return _Batch(model, StepRows(model, device), in_chain, num_parts, actions)
 
     @property
     def _can_move(self) -> bool:
@@ -169,6 +178,8 @@ class SearchAtLocation:
             return
         menus, instance = self._instance(batch, WINDOW_BYTES)
         yield menus, instance
+        if batch.in_chain is not None:
+            yield self._instance(batch, WINDOW_BYTES, batch.in_chain)
         if self._trace.device == "cuda":
             most_bytes = max((option.moved_bytes for menu in menus for option in menu.options), default=0)
             if most_bytes > WINDOW_BYTES:
@@ -257,7 +268,9 @@ class SearchAtLocation:
         outside_bytes = resident.outside_bytes + self._location.paged_bytes
         return msgspec.structs.replace(resident, outside_bytes=outside_bytes)
 
-    def _instance(self, batch: _Batch, window_bytes: int) -> tuple[tuple[Menu, ...], Instance]:
+    def _instance(
+        self, batch: _Batch, window_bytes: int, rows: StepRows | None = None
+    ) -> tuple[tuple[Menu, ...], Instance]:
         machine = self._trace.machine
         tier, link = machine.next_tier if window_bytes else None, None
         if tier is not None:
@@ -278,9 +291,11 @@ class SearchAtLocation:
             link=link,
             lost=self._settings.lost,
         )
-        menus = build_menus(self._trace, batch.model, costs, batch.rows)
-        device = self._trace.device
-        return menus, build_instance(batch.model, menus, budget_bytes=0, device=device, link=link, rows=batch.rows)
+        rows = rows or batch.rows
+        menus = build_menus(self._trace, batch.model, costs, rows)
+        return menus, build_instance(
+            batch.model, menus, budget_bytes=0, device=self._trace.device, link=link, rows=rows
+        )
 
     def _found(
         self,
@@ -323,16 +338,19 @@ class SearchAtLocation:
             binding=binding_reasons(self._trace, step, moved_bytes, actions),
         )
 
-    def _smallest_for(self, batch: _Batch, window_bytes: int, known_bytes: int | None) -> int:
-        """Returns the smallest budget with such a window, or the known one where that is no larger."""
-        menus, instance = self._instance(batch, window_bytes)
+    def _smallest_for(self, batch: _Batch, offered: tuple[Sequence[Menu], Instance], known_bytes: int | None) -> int:
+        """Returns the smallest budget with what is offered, or the known one where that is no larger."""
+        menus, instance = offered
         leanest = lowest_peak(instance)
         verdict = evaluate(instance, leanest)
         # Where the program runs into its time limit, it may not find again what it has found here.
         choice = solve(instance.within(verdict.peak_bytes))
         choice = choice or Choice(leanest, verdict.extra_seconds, 0.0)
         treatments, beside_bytes = self._treatments(menus, choice)
-        step = batch.model.treated(treatments)
+        return self._replayed_bytes(batch.model.treated(treatments), beside_bytes, known_bytes)
+
+    def _replayed_bytes(self, step: Step, beside_bytes: int, known_bytes: int | None) -> int:
+        """Returns the smallest budget for such a step, or the known one where that is no larger."""
         beside_bytes += self._location.grown_bytes
         if known_bytes is not None and self._trace.device == "cuda":  # what is replayed holds its tensors at least
             bare_bytes = self._process.bare(step).process_bytes + beside_bytes

@@ -23,10 +23,14 @@ class StepRows:
     therefore replays what it chose.
 
     What a treatment changes is worked out once: menus for windows of several sizes have the same treatments.
+
+    Args:
+        in_chain: whether a block that lets go of what earlier ones have saved as their results frees it, as where they
+            let go of it as well. Of a chain of such blocks each frees nothing by itself.
     """
 
-    def __init__(self, model: StepModel, device: str) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: StepModel, device: str, *, in_chain: bool = False) -> None:
+        self._model, self._device, self._in_chain = model, device, in_chain
         self._changes: dict[tuple[int, Treatment], tuple[Int64s, int]] = {}
 
     @cached_property
@@ -58,7 +62,7 @@ class StepRows:
     def _change(self, block: int, treatment: Treatment) -> tuple[Int64s, int]:
         key = block, treatment
         if key not in self._changes:
-            gone, come = self._model.changed_lives(block, treatment)
+            gone, come = self._model.changed_lives(block, treatment, in_chain=self._in_chain)
             self._changes[key] = self._column(block, treatment, gone, come), self._freed_bytes(block, gone, come)
         return self._changes[key]
 

@@ -299,7 +299,8 @@ def test_what_is_told_of_a_kind_is_the_least_of_all_windows(monkeypatch: pytest.
     asked = replace(settings(3 * GIB), tier_capacity_bytes=64 * GIB)
     one = OneKind(Fsdp2(), TraceUnits(traced(65_536, host_bytes=64 * GIB)), asked, network)
     search = SearchAtLocation(SearchInputs(one.trace, asked, one.process), IN_MEMORY)
-    alone = [search._smallest_for(batch, size, None) for batch in search._batches() for size in (0, WINDOW_BYTES)]
+    batches = list(search._batches())
+    alone = [search._smallest_for(b, search._instance(b, size), None) for b in batches for size in (0, WINDOW_BYTES)]
     assert search.smallest_bytes() == min(alone)
     monkeypatch.setattr(search, "_resident", Mock(side_effect=AssertionError))
-    assert search._smallest_for(next(search._batches()), 0, 1) == 1
+    assert search._smallest_for(batches[0], search._instance(batches[0], 0), 1) == 1
