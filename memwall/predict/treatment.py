@@ -207,7 +207,8 @@ class StepModel(CallRules):
         """Returns the stay of a storage from its birth on; None where nothing holds it any more."""
         storage = self.step.storages[index]
         of = storage.held_over
-        if of >= 0 and of not in changes.held_until and changes.taken.issuperset(self._saves_of[of]):
+        is_of_graph = of >= 0 and not self.step.storages[of].is_kept
+        if is_of_graph and of not in changes.held_until and changes.taken.issuperset(self._saves_of[of]):
             return None  # nor does the graph of the step before hold it
         # What its own operation frees is gone after what runs again before that operation, not ahead of it.
         end: Time = (storage.death, LAST if storage.death == storage.birth else 0)

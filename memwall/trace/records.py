@@ -62,9 +62,11 @@ class Storage(Struct, frozen=True, array_like=True):
     stream: int = 0
     """The stream that it was allocated for, numbered as they appear in the step; 0 is the device's default one."""
     held_over: int = -1
-    """The storage of the step that this one is of the step before: a graph that the loop still holds; else -1."""
+    """The storage of the step that this one is of the step before: its loop still holds it, or its graph; else -1."""
     unit: int = -1
     """The module that has gathered it, as a unit of FSDP2's `fully_shard`; -1 where none has."""
+    is_kept: bool = False
+    """Whether the loop still holds it when the next step begins, as it does what the model returned last."""
 
     @property
     def device_type(self) -> str:

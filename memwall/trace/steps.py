@@ -1,6 +1,6 @@
 """Turns the log of a recorded step into records, and a first step into the steady one that follows it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -35,7 +35,8 @@ def build_step(
     for saving in log.savings:
         last_release[saving.storage] = max(last_release.get(saving.storage, 0), until_end(saving.released))
     call_of_op = [log.call_of_node(op.sequence) if 0 <= op.sequence < 1 << 63 else op.call for op in log.ops]
-    dropped = _drops(log)
+    kept = _kept(log, last_release)
+    dropped = _drops(log) | dict.fromkeys(kept, num_ops)
     batched = _batched(log)
     storages = tuple(
         Storage(
@@ -53,6 +54,7 @@ def build_step(
             copied=storage.copied,
             stream=storage.stream,
             unit=storage.unit,
+            is_kept=index in kept,
         )
         for index, storage in enumerate(log.storages)
     )
@@ -119,21 +121,30 @@ def steady_after(first: Step, *, gradients_persist: bool) -> Step:
 
 
 def _with_held_over(step: Step) -> Step:
-    """Returns a steady step with what a graph of the step before holds that was kept for another backward.
+    """Returns a steady step with what a loop holds of the step before until its variables get what this one makes.
 
-    After `backward(retain_graph=True)` a loop's variable holds the graph until that is given the next step's loss: up
-    to there everything is there twice.
+    That is what a model has returned, until it returns again. After `backward(retain_graph=True)` it is the graph as
+    well: until the next step's backward begins everything is there twice.
     """
     if any(storage.held_over >= 0 for storage in step.storages):
         return step
     end, begin = len(step.ops), next((at for name, at in step.marks if name == "backward"), 0)
-    held = {save.storage: None for save in step.saved if save.unpacked < end <= save.released}
+    held = {save.storage: begin for save in step.saved if save.unpacked < end <= save.released}
+    ends = {index: _end_of_call(step, one.birth) for index, one in enumerate(step.storages) if one.is_kept}
     again = [
-        msgspec.structs.replace(step.storages[index], birth=-1, dropped=begin, death=begin, held_over=index)
-        for index in held
-        if step.storages[index].birth >= 0 and step.storages[index].category == "activation"
+        msgspec.structs.replace(
+            step.storages[index], birth=-1, dropped=until, death=until, held_over=index, is_kept=False
+        )
+        for index, until in (held | ends).items()
+        if step.storages[index].is_kept
+        or (step.storages[index].birth >= 0 and step.storages[index].category == "activation")
     ]
     return msgspec.structs.replace(step, storages=(*step.storages, *again)) if again else step
+
+
+def _end_of_call(step: Step, number: int) -> int:
+    """Returns the operation before which the outermost module call that contains one ends; the next one if none."""
+    return max((call.end for call in step.calls if call.start <= number < call.end), default=number + 1)
 
 
 def steady_step(trace: Trace) -> Step:
@@ -154,6 +165,18 @@ def _category(storage: LoggedStorage, *, is_saved: bool) -> Category:
     if storage.birth < 0:
         return "input"
     return "activation" if is_saved else "temporary"
+
+
+def _kept(log: EventLog, last_release: Mapping[int, int]) -> set[int]:
+    """Returns the storages that forward has made and that the loop, not autograd, holds when the recording ends."""
+    returned = {index for op in log.ops if op.phase in ("forward", "loss") for index in op.outputs}
+    return {
+        index
+        for index in returned
+        if log.storages[index].died < 0 <= log.storages[index].birth
+        and log.storages[index].category is None
+        and last_release.get(index, 0) < len(log.ops)
+    }
 
 
 def _drops(log: EventLog) -> dict[int, int]:

@@ -98,6 +98,32 @@ def test_what_works_on_another_stream_has_segments_of_its_own() -> None:
     assert foreseen_bytes == held_bytes
 
 
+class Returning(nn.Module):
+    """Returns what is larger than all that it needs for backward, as logits beside a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y.square().mean(), y.detach().repeat(1, 16)
+
+
+def test_what_the_loop_holds_of_the_last_step_is_foreseen() -> None:
+    """GIVEN a variable that gets the model's result WHEN the next forward returns THEN both are there."""
+    model = Returning().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with memwall.fit(model, optimizer, budget="1GiB") as session:
+        for _ in range(3):
+            loss, held = model(torch.ones(32_768, 64, device="cuda"))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    foreseen_bytes, held_bytes = foreseen_and_held(session)
+    assert foreseen_bytes == held_bytes > 2 * held.nbytes
+
+
 class Wide(nn.Module):
     """Has more state than its batch has activations, so that the first step's leaves the device."""
 

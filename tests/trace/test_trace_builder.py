@@ -304,6 +304,28 @@ def test_what_was_noted_of_a_step_is_gone_when_it_ends(finishes: bool, mlp: type
     )
 
 
+@pytest.mark.parametrize("is_held", [True, False], ids=["by a variable of the loop", "by one of a function"])
+def test_what_a_loop_holds_is_there_until_the_next_step_has_made_it_again(is_held: bool, mlp: type[nn.Module]) -> None:
+    """GIVEN a model whose result is held when the next step begins THEN that has both until its forward returns."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    builder = TraceBuilder([model])
+    builder.start_step(optimizer)
+    out = model(torch.randn(4, 8))
+    out_bytes = out.nbytes
+    out.square().mean().backward()
+    optimizer.step()
+    if not is_held:
+        del out
+    first = builder.finish_step(optimizer)
+    steady = steady_after(first, gradients_persist=True)
+    assert all(one.held_over < 0 for one in first.storages)
+    again = [one for one in steady.storages if one.held_over >= 0]
+    assert [(one.birth, one.nbytes) for one in again] == ([(-1, out_bytes)] if is_held else [])
+    returned_at = max(call.end for call in steady.calls)
+    assert all(one.death == returned_at < steady.storages[one.held_over].death for one in again)
+
+
 def test_finishing_what_was_not_begun_is_an_error(mlp: type[nn.Module]) -> None:
     with pytest.raises(TraceError, match=r"^no step is being recorded$"):
         TraceBuilder([mlp()]).finish_step(None)

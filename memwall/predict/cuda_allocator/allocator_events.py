@@ -173,7 +173,8 @@ def _script(step: Step) -> tuple[list[int], list[tuple[int, int]]]:
             wanted.append(index)
         elif storage.birth < num_ops:
             births[storage.birth].append((index, storage.nbytes))
-            if storage.death >= num_ops and storage.phase == "loss" and storage.category == "temporary":
+            is_loss = storage.phase == "loss" and storage.category == "temporary" and not storage.is_kept
+            if storage.death >= num_ops and is_loss:
                 at_end.append((index, 0))
     script = chain.from_iterable(chain.from_iterable(zip(deaths, births, strict=True)))
     return wanted, [*script, *at_end]
