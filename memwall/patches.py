@@ -28,6 +28,7 @@ from msgspec import Struct
 _log = logging.getLogger(__name__)
 
 _MISSING: Any = object()
+_WRAPS = "_memwall_wraps"
 
 
 class InEffect(Struct, frozen=True, kw_only=True):
@@ -62,6 +63,16 @@ def note_permanent(what: str, where: str, *, why: str, reason: str) -> None:
     if not any(entry.permanent and (entry.what, entry.where) == (what, where) for entry in active()):
         number = next(_numbers)
         _active[number] = InEffect(number=number, what=what, where=where, why=why, permanent=reason), None
+
+
+def unwrapped(function: Any) -> Any:
+    """Returns the function itself, without what `Patches.wrap` has put around it."""
+    while True:
+        # Whoever wraps such a function by functools.wraps has its attributes, too.
+        outer, original = getattr(function, _WRAPS, (None, None))
+        if outer is not function or outer is None:
+            return function
+        function = original
 
 
 def undo_all(undos: Sequence[Callable[[], object]]) -> None:
@@ -145,6 +156,7 @@ class Patches:
                 return original(*args, **kwargs)
             return run(original, *args, **kwargs)
 
+        setattr(wrapped, _WRAPS, (wrapped, original))
         patch = self.replace(owner, name, staticmethod(wrapped) if isinstance(before, staticmethod) else wrapped)
         return patch
 

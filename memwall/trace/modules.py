@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from memwall.patches import unwrapped
 from memwall.torch_internals.compiler import inside_compiled
 from memwall.torch_internals.modules import is_running_norm
 from memwall.trace.attached import own_forward_of
@@ -84,7 +85,7 @@ def calls_layers_in_turn(module: nn.Module) -> bool:
     FSDP2 gives a sequence another class, which has that forward; Accelerate and scripts may put another one on it.
     """
     own_forward = getattr(own_forward_of(module), "__func__", None)
-    return isinstance(module, nn.Sequential) and own_forward is nn.Sequential.forward
+    return isinstance(module, nn.Sequential) and unwrapped(own_forward) is unwrapped(nn.Sequential.forward)
 
 
 def root_names(roots: Sequence[nn.Module]) -> list[str]:

@@ -1,8 +1,10 @@
 """A model whose `forward` a script calls itself is called as any other: hooks hear of it, and it is the same later."""
 
 import copy
+import functools
 import io
 import pickle
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from memwall.integrations.scripts.forward_calls import ForwardCalls
 from memwall.patches import Patches
 from memwall.trace.attached import attach_hook, wrap_forward
+from memwall.trace.modules import calls_layers_in_turn
 
 
 class Layer(nn.Linear):
@@ -127,3 +130,30 @@ def test_what_is_to_be_compiled_is_left_as_it_was() -> None:
     assert "forward" in vars(Layer)
     torch.jit.trace(layer, torch.ones(2, 3))
     assert Layer.__dict__.get("forward") is OWN
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_sequence_is_one_whose_class_was_waited_for_when_its_forward_was_wrapped(patches: Patches) -> None:
+    """GIVEN two sequences whose forwards are waited for WHEN one is wrapped, both called, THEN both have torch's."""
+    models = [nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    unwrap = wrap_forward(models[0], lambda original, *args: original(*args), "the first")
+    patches.add("forward", "of a test", unwrap)
+    found = [[calls_layers_in_turn(model) for model in models]]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        found.append([calls_layers_in_turn(one) for one in models])
+    assert found == [[True, True]] * 3
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_forward_that_a_script_has_put_around_a_sequences_is_not_torchs() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = functools.wraps(nn.Sequential.forward)(lambda self, x: nn.Sequential.forward(self, 2 * x))
+    model.forward = types.MethodType(theirs, model)  # type: ignore[method-assign]
+    assert not calls_layers_in_turn(model)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert not calls_layers_in_turn(model)
