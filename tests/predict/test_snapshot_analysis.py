@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from cuda_history import BASE, MIB, History
-from snapshot_runs import LINEAR, MODEL, TRAIN, Explained, imported, training_step
+from snapshot_runs import Explained, imported, training_step
 
 from memwall.predict.curve import Share
 from memwall.predict.snapshot.analysis import OutOfMemory, Pin, analyse_device, devices_of
@@ -78,19 +78,6 @@ def test_an_allocation_that_failed_is_shown_with_what_lay_free(explained: Explai
     )
 
 
-def test_retries_are_counted(explained: Explained) -> None:
-    """The emptied cache at the end is no retry: the device had more before."""
-    history = training_step()
-    history.release(200 * MIB)
-    history.segment(400 * MIB, 40 * MIB)
-    history.alloc(400 * MIB, 40 * MIB, 40 * MIB, [LINEAR, MODEL, TRAIN])
-    history.free(400 * MIB)
-    history.release(400 * MIB)
-    analysis, _ = explained(history)
-    assert analysis.num_retries == 1
-    assert analysis.notes == ("the device ran out (retries: 1): cached segments were given back to get new ones",)
-
-
 def test_without_a_history_the_end_stands_for_the_peak(tmp_path: Path) -> None:
     raw = training_step().snapshot()
     raw["device_traces"] = [[]]
@@ -114,28 +101,6 @@ def test_notes_say_what_changes_the_meaning(tmp_path: Path) -> None:
         "sizes were rounded up by roundup_power2_divisions; blocks that are gone count without it",
         "events left out because this memwall does not know them: later",
     )
-
-
-def test_a_pool_of_the_users_is_told_what_does_not_reach_it(explained: Explained) -> None:
-    """GIVEN a MemPool, and then a block in it that another stream used THEN notes name both traps; a graph has none."""
-    history = History()
-    history.segment(0, 20 * MIB)
-    history.alloc(0, 4 * MIB, 4 * MIB)
-    history.free(0)
-
-    def notes(pool: tuple[int, int]) -> str:
-        for event in history.events:
-            event["pool_id"] = pool
-        return " ".join(explained(history)[0].notes)
-
-    assert "it routes the thread that enters it only" in notes((0, 3))
-    assert "record_stream" not in notes((0, 3))
-    assert "routes the thread that enters it only" not in notes((3, 0))
-    history.alloc(0, 4 * MIB, 4 * MIB)
-    history.request_free(0)
-    history.alloc(4 * MIB, 4 * MIB, 4 * MIB)
-    history.complete_free(0)
-    assert "blocks of a private pool waited for another stream (record_stream)" in notes((0, 3))
 
 
 def test_devices_are_told_apart(tmp_path: Path) -> None:

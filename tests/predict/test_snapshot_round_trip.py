@@ -27,7 +27,7 @@ from memwall.predict.cuda_allocator.memory_blocks import FREE as IS_FREE
 from memwall.predict.cuda_allocator.memory_blocks import PENDING, UNMAPPED, Block
 from memwall.predict.cuda_allocator.simulator import CudaAllocator
 from memwall.predict.cuda_allocator.torch_releases import VersionProfile, profile_for
-from memwall.predict.snapshot.device_history import DeviceHistory, recording_of, releases_of
+from memwall.predict.snapshot.device_history import DeviceHistory, recording_of
 from memwall.trace.snapshot.read import load_snapshot
 
 SIZES = (1, 600, 70_000, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 11 * MIB, 33 * MIB, 70 * MIB)
@@ -149,9 +149,35 @@ def read_back(raw: dict[str, Any], folder: Path) -> DeviceHistory:
     return recording_of(load_snapshot(path), 0)
 
 
+def releases_of(recording: DeviceHistory) -> dict[int, bool]:
+    """Returns the last event of each time that memory was given back, and whether the device had run out.
+
+    It had if a request failed then, or got more than would have fitted, beside what was held, into the most that the
+    device ever gave. Otherwise the program emptied the cache.
+    """
+    taken, given = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
+    reserved = [sum(held.num_bytes for held in recording.start.ranges)]
+    for event in recording.events:
+        sign = (event.action in taken) - (event.action in given)
+        reserved.append(reserved[-1] + sign * event.num_bytes)
+    releases, held_bytes = {}, 0
+    for index, (event, following) in enumerate(pairwise((*recording.events, None))):
+        assert event is not None
+        if event.action not in given:
+            continue
+        if index == 0 or recording.events[index - 1].action not in given:
+            held_bytes = reserved[index]
+        if following is None or following.action not in given:
+            releases[index] = following is not None and (
+                following.action == "oom"
+                or (following.action in taken and held_bytes + following.num_bytes > max(reserved))
+            )
+    return releases
+
+
 def events_of_recording(recording: DeviceHistory, settings: AllocatorSettings) -> EventTrace:
     """Returns a recording as the requests of the program, numbered by their events."""
-    emptied = {release.last for release in releases_of(recording) if not release.is_retry}
+    emptied = {last for last, is_retry in releases_of(recording).items() if not is_retry}
     events: list[Event] = []
     number_of: dict[int, int] = {}
     waiting: dict[int, int] = {}
@@ -197,7 +223,7 @@ def test_replayed_addresses_and_statistics_are_the_recorded_ones(seed: int, fold
     run = some_run(seed)
     recording = read_back(run.snapshot(), folder)
     # A snapshot has no mark of an emptied cache: one before the device's highest peak looks like a retry.
-    assume(not any(release.is_retry for release in releases_of(recording)))
+    assume(not any(releases_of(recording).values()))
     trace = events_of_recording(recording, run.settings)
     assert trace.held is None
     again = run.another()
@@ -218,7 +244,7 @@ def test_a_recording_begun_late_reserves_what_was_recorded_within_five_percent(f
         raw = run.snapshot()
         del raw["device_traces"][0][:num_lost]
         recording = read_back(raw, folder)
-        if any(release.is_retry for release in releases_of(recording)):
+        if any(releases_of(recording).values()):
             continue
         trace = events_of_recording(recording, run.settings)
         again = CudaAllocator(run.settings, run.profile)

@@ -6,7 +6,7 @@ itself. Nothing is guessed: without a stack or a category a block says so.
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from msgspec import Struct
@@ -18,11 +18,10 @@ from memwall.predict.snapshot.device_history import (
     DeviceHistory,
     held_after,
     recording_of,
-    releases_of,
 )
 from memwall.predict.snapshot.timeline import Fragmentation, Timeline, timeline_of
 from memwall.predict.snapshot.user_line import line_of
-from memwall.trace.snapshot.records import Event, Snapshot
+from memwall.trace.snapshot.records import Snapshot
 
 EARLIER = "(allocated before the recording)"
 _UNKNOWN = "unknown"
@@ -81,8 +80,6 @@ class DeviceAnalysis(Struct, frozen=True, kw_only=True):
     num_pinned: int
     """How many such segments there are."""
     out_of_memory: tuple[OutOfMemory, ...]
-    num_retries: int
-    """How often segments were given back directly before a new one was taken: the device had run out."""
     earlier_bytes: int
     """Bytes in the peak of blocks that were there before the recording began."""
     notes: tuple[str, ...]
@@ -105,7 +102,6 @@ def analyse_device(snapshot: Snapshot, device: int) -> tuple[DeviceAnalysis, Tim
     held = held_after(recording, (peak, reserved_peak, end))
     pins = _pins(snapshot, held[reserved_peak])
     blocks = held[peak].blocks
-    num_retries = sum(release.is_retry for release in releases_of(recording))
     analysis = DeviceAnalysis(
         device=device,
         num_events=len(recording.events),
@@ -117,9 +113,8 @@ def analyse_device(snapshot: Snapshot, device: int) -> tuple[DeviceAnalysis, Tim
         pins=tuple(pins[:_MOST_PINS]),
         num_pinned=len(pins),
         out_of_memory=_out_of_memory(recording, timeline),
-        num_retries=num_retries,
         earlier_bytes=sum(block.num_bytes for block in blocks if block.stack == BEFORE_RECORDING),
-        notes=_notes(snapshot, recording, timeline, num_retries),
+        notes=_notes(snapshot, recording, timeline),
     )
     return analysis, timeline
 
@@ -187,15 +182,13 @@ def _out_of_memory(recording: DeviceHistory, timeline: Timeline) -> tuple[OutOfM
     )
 
 
-def _notes(snapshot: Snapshot, recording: DeviceHistory, timeline: Timeline, num_retries: int) -> tuple[str, ...]:
+def _notes(snapshot: Snapshot, recording: DeviceHistory, timeline: Timeline) -> tuple[str, ...]:
     notes = []
     if not recording.events:
         notes.append(
             "no history was recorded, so the state at the end stands for the peak; call "
             "torch.cuda.memory._record_memory_history() before the model is built"
         )
-    if num_retries:
-        notes.append(f"the device ran out (retries: {num_retries}): cached segments were given back to get new ones")
     num_earlier = sum(block.stack == BEFORE_RECORDING for block in recording.start.blocks)
     if num_earlier:
         notes.append(
@@ -205,37 +198,13 @@ def _notes(snapshot: Snapshot, recording: DeviceHistory, timeline: Timeline, num
         notes.append(
             f"{timeline.num_unmatched} events do not fit the state they meet; parts of the history are missing"
         )
-    notes.extend(_pool_notes(recording))
+    if any(event.pool != (0, 0) for event in recording.events):
+        notes.append("some memory belongs to private pools (CUDA graphs, MemPool), which share nothing")
     if re.search(r":[1-9]", snapshot.settings.get("roundup_power2_divisions", "")):
         notes.append("sizes were rounded up by roundup_power2_divisions; blocks that are gone count without it")
     if snapshot.unknown_actions:
         notes.append(f"events left out because this memwall does not know them: {', '.join(snapshot.unknown_actions)}")
     return tuple(notes)
-
-
-def _pool_notes(recording: DeviceHistory) -> list[str]:
-    """Says what private pools change, and what is easily wrong with them."""
-    pooled = [event for event in recording.events if event.pool != (0, 0)]
-    if not pooled:
-        return []
-    notes = ["some memory belongs to private pools (CUDA graphs, MemPool), which share nothing"]
-    if any(later.action != "free_completed" or later.address != event.address for event, later in _frees(pooled)):
-        notes.append(
-            "blocks of a private pool waited for another stream (record_stream): up to torch 2.12 no such block of the "
-            "whole device is freed, and no retry made, while a pool is in use (pytorch 175015)"
-        )
-    # Pools of the user's own have 0 as first number: c10/cuda/CUDACachingAllocator.cpp, MemPool::MemPool.
-    if any(event.pool[0] == 0 and event.action == "alloc" for event in pooled):
-        notes.append(
-            "where torch.cuda.use_mem_pool filled a pool: it routes the thread that enters it only, so what backward "
-            "allocates on its own threads is not in there"
-        )
-    return notes
-
-
-def _frees(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
-    """Yields each request to free among the events, and the event after it."""
-    return ((event, later) for event, later in pairwise(events) if event.action == "free_requested")
 
 
 def _shares(held: Iterable[tuple[str, int]]) -> tuple[Share, ...]:

@@ -19,20 +19,6 @@ from memwall.trace.snapshot.records import Event, Snapshot
 BEFORE_RECORDING = -1
 """Stack of a block of which only its end was recorded."""
 
-_GIVEN = ("segment_free", "segment_unmap")
-_TAKEN = ("segment_alloc", "segment_map")
-
-
-class Release(Struct, frozen=True, kw_only=True):
-    """Marks where device memory was given back, one segment after the other."""
-
-    first: int
-    """Index of the event that begins it."""
-    last: int
-    """Index of the event that ends it."""
-    is_retry: bool
-    """Whether the device had run out; otherwise the program emptied the cache."""
-
 
 class DeviceHistory(Struct, frozen=True, kw_only=True):
     """Holds one device's history in a form that can be replayed: a start and a plain sequence of events."""
@@ -80,32 +66,6 @@ def held_after(recording: DeviceHistory, positions: Iterable[int]) -> dict[int, 
     """Returns what was held and used after so many events of a recording, for several such numbers in one replay."""
     wanted = set(positions)
     return {number: state.held for number, state in enumerate(replayed(recording)) if number in wanted}
-
-
-def releases_of(recording: DeviceHistory) -> tuple[Release, ...]:
-    """Returns when memory was given back, and which times the device had run out.
-
-    It had if a request failed then, or got more than would have fitted, beside what was held, into the most that the
-    device ever gave. Otherwise the program emptied the cache.
-    """
-    reserved = [sum(held.num_bytes for held in recording.start.ranges)]
-    for event in recording.events:
-        sign = (event.action in _TAKEN) - (event.action in _GIVEN)
-        reserved.append(reserved[-1] + sign * event.num_bytes)
-    most_bytes = max(reserved)
-    releases = []
-    actions = [event.action in _GIVEN for event in recording.events]
-    for index, is_given in enumerate(actions):
-        if is_given and (index == 0 or not actions[index - 1]):
-            first, held_bytes = index, reserved[index]
-        if is_given and not any(actions[index + 1 : index + 2]):
-            following = recording.events[index + 1] if index + 1 < len(actions) else None
-            is_retry = following is not None and (
-                following.action == "oom"
-                or (following.action in _TAKEN and held_bytes + following.num_bytes > most_bytes)
-            )
-            releases.append(Release(first=first, last=index, is_retry=is_retry))
-    return tuple(releases)
 
 
 def _undo(state: MemoryState, event: Event, index: int, exact_bytes: dict[int, int]) -> None:
