@@ -126,11 +126,7 @@ class PlacementEffect(Effect):
         )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Looks at every optimizer of the process: a session hears of its own alone.
-
-        Raises:
-            NoEffectError: another one trains the model.
-        """
+        """Looks at every optimizer of the process: a session hears of its own alone."""
         own = self._target.optimizers
         if not own or optimizer in own:
             self._num_foreign = 0

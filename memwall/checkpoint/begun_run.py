@@ -121,12 +121,7 @@ class BegunRun:
             self._update_begins(optimizer)
 
     def _update_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has an update wait for what is written, and puts the optimizers' state back before the first one.
-
-        Raises:
-            UsageError: the step of an optimizer that is not committed comes where a commit would miss it.
-            StoreError: the checkpoint is of other optimizers.
-        """
+        """Has an update wait for what is written, and puts the optimizers' state back before the first one."""
         if self._beside.optimizers and not trains(optimizer, self._model):
             self.commits.writer.wait()  # its parameters may be among what is written
             is_between = self._instants.is_between_steps and not self._beside.loop.is_open

@@ -48,12 +48,7 @@ class _Objects(Struct):
 
 
 def _check(objects: Mapping[str, Any], records: Container[str]) -> None:
-    """Checks what a step has beside its tensors: a file may be a stranger's.
-
-    Raises:
-        ValidationError: it lacks something, or has something else there.
-        ValueError: it names a tensor that is not there.
-    """
+    """Checks what a step has beside its tensors: a file may be a stranger's."""
     found = msgspec.convert(objects, _Objects)
     for name in found.state_dict.values():
         if name not in records:

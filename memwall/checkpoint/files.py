@@ -91,12 +91,7 @@ class _LastStep:
         return sum(torch.Size(self.shape(one)).numel() * getattr(torch, one.dtype).itemsize for one in records)
 
     def read(self, records: Mapping[Any, TensorRecord]) -> dict[Any, Tensor]:
-        """Returns whole tensors of their own, in CPU memory.
-
-        Raises:
-            UsageError: the folder is one rank's, and has only a part of one of them.
-            StoreError: the bytes cannot be had, or came back different.
-        """
+        """Returns whole tensors of their own, in CPU memory."""
         first = self.committed[0]
         tensors: dict[Any, Tensor] = {}
         targets: list[Wanted] = []

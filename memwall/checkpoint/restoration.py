@@ -343,11 +343,7 @@ class Restoration:
         return torch.empty_strided(record.shape, record.stride, device="meta")
 
     def _read(self, targets: Iterable[tuple[TensorRecord, Tensor]]) -> None:
-        """Fills tensors with what is recorded of them, or of the part of them that this process holds.
-
-        Raises:
-            StoreError: the bytes cannot be had, or came back different.
-        """
+        """Fills tensors with what is recorded of them, or of the part of them that this process holds."""
         read_regions(self._sources, [Wanted(record.name, tensor, self._here(record)) for record, tensor in targets])
 
     def _here(self, record: TensorRecord) -> Region | None:

@@ -120,11 +120,7 @@ class StepCheckpoint:
         return self._start.restoration is None
 
     def _agree(self) -> None:
-        """Goes back to the last step that all ranks have committed; of a process alone, stays where it is.
-
-        Raises:
-            MemwallError: see `Together.common_step`.
-        """
+        """Goes back to the last step that all ranks have committed; of a process alone, stays where it is."""
         if not self._start.is_agreed:
             self._start.agree()
             self._beside.restoration = self._start.restoration

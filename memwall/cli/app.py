@@ -110,11 +110,7 @@ def _end_despite_threads(status: int) -> None:
 
 
 def _status_of(words: list[str]) -> int:
-    """Runs one command; returns its exit status.
-
-    Raises:
-        MemwallError: it has failed.
-    """
+    """Runs one command; returns its exit status."""
     try:
         if _is_plain_run(words):
             with log_to_standard_error():

@@ -118,11 +118,7 @@ def export(
 
 
 def _words_of(script: str) -> tuple[str, ...]:
-    """Returns a script and its arguments.
-
-    Raises:
-        UsageError: they are nothing, or a quote in them has no end.
-    """
+    """Returns a script and its arguments."""
     try:
         words = tuple(shlex.split(script))
     except ValueError as error:

@@ -264,11 +264,7 @@ def parse_command(command: Sequence[str], ctx: typer.Context) -> Script:
 
 
 def _after_interpreter(interpreter: str, rest: Sequence[str]) -> Sequence[str]:
-    """Returns what an interpreter was to run: memwall runs it in its own.
-
-    Raises:
-        UsageError: the interpreter was given options of its own.
-    """
+    """Returns what an interpreter was to run: memwall runs it in its own."""
     if rest[0].startswith("-") and rest[0] != "-m":
         raise UsageError(
             f"memwall runs the script in its own Python, {sys.executable}, without {interpreter}'s option {rest[0]}; "

@@ -172,11 +172,7 @@ def _show_plan(
     has_curve: bool,
     as_json: bool,
 ) -> "Forecast":
-    """Plans, writes the plan and its page, and shows it; returns its forecast.
-
-    Raises:
-        InfeasibleError: no plan fits.
-    """
+    """Plans, writes the plan and its page, and shows it; returns its forecast."""
     from msgspec.structs import replace
     from rich.console import Group
 

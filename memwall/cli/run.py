@@ -121,11 +121,7 @@ def _run_as_is_with_ample_room(request: RunRequest) -> None:
 
 
 def _run_under_a_session(request: RunRequest) -> None:
-    """Runs a script with what is asked for around it, and ends the command.
-
-    Raises:
-        MemwallError: see `run_script`.
-    """
+    """Runs a script with what is asked for around it, and ends the command."""
     from memwall.cli.output import note, script_output
     from memwall.integrations.launcher import run_script
     from memwall.machine.device_sharers import note_sharers

@@ -140,11 +140,7 @@ def set_by_loop() -> tuple[str, ...]:
 
 
 def _place_of_model(parts: Sequence[Any]) -> int:
-    """Returns the number of the part that is a model.
-
-    Raises:
-        IntegrationError: there is none, or another one beside it, or no optimizer.
-    """
+    """Returns the number of the part that is a model."""
     models = [place for place, part in enumerate(parts) if isinstance(part, nn.Module)]
     has_optimizer = any(isinstance(part, torch.optim.Optimizer) for part in parts)
     if len(models) == 1 and has_optimizer:

@@ -137,11 +137,7 @@ class _RowModule(nn.Module):
         return self._table.lookup(distinct, has_graph=False)[places]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes all rows that exist, with their optimizer state, to a new folder; one file per rank.
-
-        Raises:
-            StoreError: the folder exists, or the disk is full or fails; there is no folder then.
-        """
+        """Writes all rows that exist, with their optimizer state, to a new folder; one file per rank."""
         save_table(self._table, folder)
 
     def load(self, folder: str | os.PathLike[str], *, with_state: bool = True) -> None:
@@ -150,9 +146,6 @@ class _RowModule(nn.Module):
         Args:
             folder: that `save` wrote.
             with_state: False to drop the optimizer's state.
-
-        Raises:
-            StoreError: a file is missing, cut short, altered, or of another table; the rows are as before then.
         """
         load_table(self._table, folder, with_state=with_state)
 

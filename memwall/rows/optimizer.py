@@ -90,11 +90,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _update_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], dim: int) -> RowUpdate:
-    """Says how an optimizer updates a row of a table.
-
-    Raises:
-        ApplyError: it would have to move rows without a gradient, or is not known not to.
-    """
+    """Says how an optimizer updates a row of a table."""
     step = inspect.unwrap(type(optimizer).step)
     for kind, update, must_be_zero in _KINDS:
         if isinstance(optimizer, kind) and step is inspect.unwrap(kind.step):

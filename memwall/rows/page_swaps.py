@@ -171,12 +171,7 @@ class _MovesInC:
         return all(task.is_done for task in self._tasks)
 
     def finish(self) -> None:
-        """Returns once they are done.
-
-        Raises:
-            OffloadIOError: a transfer failed, or a page came back different.
-            StoreError: the disk stands still.
-        """
+        """Returns once they are done."""
         num_done, since = -1, time.monotonic()
         while num_done < len(self._tasks):
             before, num_done = num_done, self._library.await_tasks(self._pool, self._tasks, len(self._tasks))

@@ -257,27 +257,15 @@ class PageCache:
         return self._slots[page // pages_per_slot], page % pages_per_slot * self.page_bytes
 
     def _wait_until_still(self, frames: Tensor) -> None:
-        """Returns when none of these frames is moving.
-
-        Raises:
-            StoreError: a page could not be moved.
-        """
+        """Returns when none of these frames is moving."""
         self._finish_batches(lambda swaps: bool(torch.isin(frames, swaps.frames).any()))
 
     def _wait_until_written(self, pages: Tensor) -> None:
-        """Returns when all of these pages are on disk.
-
-        Raises:
-            StoreError: a page could not be moved.
-        """
+        """Returns when all of these pages are on disk."""
         self._finish_batches(lambda swaps: bool(torch.isin(pages, swaps.leaving).any()))
 
     def _finish_batches(self, is_wanted: Callable[[PageSwaps], bool]) -> None:
-        """Books swaps that are done, after waiting for the wanted ones.
-
-        Raises:
-            StoreError: a page could not be moved.
-        """
+        """Books swaps that are done, after waiting for the wanted ones."""
         for batch in self._under_way:
             if batch.moves.is_done or is_wanted(batch.swaps):
                 batch.moves.finish()

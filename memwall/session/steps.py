@@ -290,11 +290,7 @@ class Steps:
             self._unseen.backward_begins(trains)
 
     def _run_forward(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a forward, and runs it again where memory runs out and that can be.
-
-        Raises:
-            OutOfMemoryError: memory ran out, and no plan needs less.
-        """
+        """Runs a forward, and runs it again where memory runs out and that can be."""
         called_before_plan, self._called_before_plan = self._called_before_plan, None
         if called_before_plan is model:
             return forward_of(model)(*args, **kwargs)  # which comes here again, through what the plan has put around it

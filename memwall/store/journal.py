@@ -242,11 +242,7 @@ class Journal(Closing):
         )
 
     def _check_is_there(self) -> None:
-        """Checks that somebody who looks for the checkpoint finds it: a file that was deleted can be written to.
-
-        Raises:
-            OffloadIOError: its files are gone, or others have taken their names.
-        """
+        """Checks that somebody who looks for the checkpoint finds it: a file that was deleted can be written to."""
         for path, is_there in (
             (self._commit_path, self._backend.has_name(self._fd, self._commit_path)),
             (self.data.path, self.data.has_name),
@@ -343,9 +339,6 @@ class Journal(Closing):
 
         Returns:
             The blocks, None for a record that cannot be read; the reasons; whether there are any.
-
-        Raises:
-            OffloadIOError: the first block cannot be read.
         """
         blocks: list[bytes | None] = []
         problems: list[str] = []

@@ -68,11 +68,7 @@ def load_trace(path: Path) -> Trace:
 
 
 def _check_sound(trace: Trace) -> None:
-    """Returns if this can be a trace.
-
-    Raises:
-        ValueError: it cannot; the message ends with the path inside the file.
-    """
+    """Returns if this can be a trace."""
     for index, module in enumerate(trace.modules):
         if not -1 <= module.parent < index:  # whoever goes from a module to the root would otherwise not arrive there
             raise ValueError(

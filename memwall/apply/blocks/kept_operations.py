@@ -68,11 +68,7 @@ class KeptOperations:
         return CheckpointPolicy.MUST_SAVE
 
     def _note_writes(self, op: Any, args: Any, kwargs: Any) -> None:
-        """Notes that an operation writes into a kept result: torch would not say so.
-
-        Raises:
-            ApplyError: it does, in a call that nothing proves.
-        """
+        """Notes that an operation writes into a kept result: torch would not say so."""
         written = [a for a in schema_of(op).arguments if a.alias_info is not None and a.alias_info.is_write]
         names = [argument.name for argument in schema_of(op).arguments]
         given = dict(zip(names, args, strict=False)) | dict(kwargs)

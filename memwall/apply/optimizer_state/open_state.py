@@ -162,11 +162,7 @@ def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
 
 
 def _device_above_host(optimizer: torch.optim.Optimizer) -> torch.device:
-    """Returns the CUDA device of an optimizer whose state is to be in host memory.
-
-    Raises:
-        ApplyError: it has none, or the run is committed.
-    """
+    """Returns the CUDA device of an optimizer whose state is to be in host memory."""
     device = device_of(optimizer)
     if device.type != "cuda":
         raise ApplyError(

@@ -150,11 +150,7 @@ class PinnedSpace:
         self._inward.synchronize()
 
     def _compute(self) -> torch.cuda.Stream:
-        """Returns the stream that steps.
-
-        Raises:
-            StoreError: what it does is being captured, and would be played back without the dictionaries' changes.
-        """
+        """Returns the stream that steps."""
         if torch.cuda.is_current_stream_capturing():
             raise StoreError(
                 "an optimizer's step is being captured into a CUDA graph, and its state is in host memory between "

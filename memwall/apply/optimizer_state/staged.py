@@ -53,11 +53,7 @@ class _Stages:
         return self._arena.pinned_bytes
 
     def lend(self, num_bytes: int) -> "_Stage":
-        """Returns memory that comes back when nobody has the buffer any more.
-
-        Raises:
-            StoreError: the limit, or the driver, does not allow it.
-        """
+        """Returns memory that comes back when nobody has the buffer any more."""
         enough = [one for one in self._free if one[0].num_bytes >= num_bytes]
         if enough:
             slot, last = found = min(enough, key=lambda one: one[0].num_bytes)

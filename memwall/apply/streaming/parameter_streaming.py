@@ -296,12 +296,7 @@ class ParameterStreaming:
             self._hold(unit, self._held.get(unit))
 
     def _stay_for_graph_of_backward(self, unit: Unit) -> None:
-        """Has all in memory for good: what a backward through the backward uses, no output's gradient announces.
-
-        Raises:
-            ApplyError: the machine has no room for them; rather than that the kernel ends the process.
-            StoreError: bytes cannot be read back.
-        """
+        """Has all in memory for good: what a backward through the backward uses, no output's gradient announces."""
         members = self._members()
         if not members:
             return

@@ -74,11 +74,7 @@ class Pipelines:
 
 
 def _check(schedule: Any) -> None:
-    """Refuses a schedule whose stages no plan can be made for, on all ranks alike: they have the same one.
-
-    Raises:
-        UsageError: it runs backward twice through each graph, and what is recomputed is there for one backward.
-    """
+    """Refuses a schedule whose stages no plan can be made for, on all ranks alike: they have the same one."""
     if splits_backward(schedule):
         raise UsageError(
             f"{type(schedule).__name__} computes the gradients of weights apart from those of inputs, by a second "

@@ -96,9 +96,6 @@ def _check_feasible(answers: dict[int, _Answer], planner: int) -> None:
     Args:
         answers: what each rank that plans has found.
         planner: the one that plans for this rank.
-
-    Raises:
-        InfeasibleError: nothing fits, with the budget that is enough for those kinds that have no plan.
     """
     lacking = {source: heard for source, heard in answers.items() if heard.infeasible is not None}
     if not lacking:
