@@ -62,6 +62,7 @@ class ScriptRun:
         self._checkpoint = checkpoint
         self.watch = ScriptWatch(name, self._begins)
         self._patches = Patches("finds the models and the optimizers of a script")
+        self.watch.evaluates_before = session.evaluates_before
         self.watch.listen(self._patches)
         self._patches.hook(register_optimizer_step_pre_hook, self._before_step)
         self._bare = BareSteps(self._backward_begins)
@@ -101,6 +102,7 @@ class ScriptRun:
             checkpoint = None
         if checkpoint is not None:
             checkpoint.prepare(model)  # before parameters go there
+        session.note_evaluated(self.watch.evaluated(model))
         # The hook just attached is not in the list this call is going through: call it for this first time.
         session.first_forward(called)
         if checkpoint is not None:

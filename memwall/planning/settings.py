@@ -54,4 +54,4 @@ class Settings(Struct, frozen=True, kw_only=True):
     def without_evaluation(self) -> "Settings":
         """Returns these for a plan that need not have room for an evaluation."""
         first = self.first_step
-        return self if first is None else replace(self, first_step=replace(first, evaluation_batch=0))
+        return self if first is None else replace(self, first_step=replace(first, evaluation_batch=0, called_batch=0))

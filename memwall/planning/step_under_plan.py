@@ -32,17 +32,22 @@ def step_under_actions(trace: Trace, step: Step, actions: Sequence[Action]) -> S
     return step
 
 
-def evaluation_under_actions(trace: Trace, steady: Step, actions: Sequence[Action], first: FirstStep) -> int:
+def evaluation_under_actions(
+    trace: Trace, steady: Step, actions: Sequence[Action], first: FirstStep, *, is_called: bool = False
+) -> int:
     """Returns the process bytes of the evaluation that is known of, or of one with a step's samples, on a CPU.
 
     Args:
         steady: the recorded step that counts.
         actions: those of a plan; of these, where state and parameters are makes a difference.
+        is_called: whether one that the script's text calls for counts as well.
     """
+    called_batch, growth = (first.called_batch, first.called_growth) if is_called else (0, 1.0)
     return evaluation_bytes(
         trace,
         step_under_actions(trace, steady, actions),
-        batch=first.evaluation_batch or trace.micro_batch,
+        batch=max(first.evaluation_batch, called_batch) or trace.micro_batch,
+        growth=growth,
         keeps_gradients=first.evaluates_with_gradients,
         may_lack_autocast=first.has_average,
     )

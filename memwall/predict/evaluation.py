@@ -25,7 +25,13 @@ _GRADIENTS_AT_ONCE = 0.5
 
 
 def evaluation_bytes(
-    trace: Trace, step: Step, *, batch: int, keeps_gradients: bool = False, may_lack_autocast: bool = False
+    trace: Trace,
+    step: Step,
+    *,
+    batch: int,
+    growth: float = 1.0,
+    keeps_gradients: bool = False,
+    may_lack_autocast: bool = False,
 ) -> int:
     """Returns the most that the process holds in an evaluation.
 
@@ -35,6 +41,7 @@ def evaluation_bytes(
     Args:
         step: the recorded step, with state and parameters where they are.
         batch: samples that are evaluated at once.
+        growth: times as large as in the step what is made that does not grow with the samples.
         keeps_gradients: whether those stand as well that are let go before the next step's forward.
         may_lack_autocast: whether it may be without the autocast that the step ran under; the larger of both counts.
     """
@@ -45,6 +52,9 @@ def evaluation_bytes(
         fixed = (s if s.category != "input" else msgspec.structs.replace(s, batched=False) for s in step.storages)
         step = msgspec.structs.replace(step, storages=tuple(fixed))
     standing = _optimizer_end(step) if keeps_gradients else len(step.ops)
+    if growth > 1.0:
+        storages = tuple(_grown(storage, growth) for storage in step.storages)
+        step = msgspec.structs.replace(step, storages=storages)
     kinds = [step.storages]
     if may_lack_autocast and not _is_in_half_precision(trace):
         kinds.append(_without_autocast(step.storages))
@@ -137,6 +147,13 @@ def _optimizer_end(step: Step) -> int:
     begins = [begin for _, begin in step.marks] + [len(step.ops)]
     after = (begins[number + 1] for number, (name, _) in enumerate(step.marks) if name == "optimizer")
     return max(after, default=len(step.ops))
+
+
+def _grown(storage: Storage, growth: float) -> Storage:
+    is_made = storage.category in ("activation", "temporary") and storage.birth >= 0
+    if storage.batched or not is_made:
+        return storage
+    return msgspec.structs.replace(storage, nbytes=int(storage.nbytes * growth))
 
 
 def _evaluated(storage: Storage, scale: float, end: int, standing: int) -> Storage:

@@ -26,6 +26,11 @@ class FirstStep(Struct, frozen=True, kw_only=True):
     """Smallest budget with which these are built in memory, and stay there; 0 where they were."""
     evaluation_batch: int = 0
     """Samples that the script is going to evaluate at once; 0 where that is not known."""
+    called_batch: int = 0
+    """Samples that its text evaluates at once, by a name that stands for them: a budget that is told has room for that,
+    and one without it is not refused."""
+    called_growth: float = 1.0
+    """Times as large as in the step what of that is which does not grow with the samples, as a graph's edges."""
     evaluates_with_gradients: bool = True
     """Whether gradients are still there then."""
     has_average: bool = False

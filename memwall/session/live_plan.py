@@ -24,8 +24,15 @@ from memwall.predict.cuda.live_cuda import held_here
 from memwall.predict.first_step import FirstStep
 from memwall.predict.live_device import live_process
 from memwall.session.first_plan import charged, planned
-from memwall.session.loop.evaluation_batch import with_average, with_evaluation, with_loaders
+from memwall.session.loop.evaluation_batch import (
+    with_average,
+    with_called,
+    with_earlier,
+    with_evaluation,
+    with_loaders,
+)
 from memwall.session.loop.kept_weights import with_kept_weights
+from memwall.session.loop.longer_batch import Shape
 from memwall.session.measurements import Measurements, trained_parameters
 from memwall.session.plan_in_effect import PlanInEffect
 from memwall.session.ranks.agreement import Ranks
@@ -88,6 +95,8 @@ class LivePlan:
         self.recorded: RecordedStep | None = None
         self.ranks: Ranks | None = None
         """The group by which this process agrees with others; None where it trains alone."""
+        self.evaluated: Shape = ()
+        """The largest batch that was evaluated before there was a trace."""
         self.plans_alone = False
         """Whether a plan is for this rank's report alone, since no step follows it."""
         self._borders, self._measured, self._on_plan = borders, measured, on_plan
@@ -194,6 +203,8 @@ class LivePlan:
             first = with_average(with_loaders(first, self.trace), self.trace, self._borders.attached_model)
             if self._borders.phase == "evaluation":  # what has ended the recording is that one begins
                 first = with_evaluation(first, self.trace, self._borders.attached_model, self._borders.input_shape)
+            first = with_earlier(first, self.trace, self._borders.attached_model, self.evaluated)
+            first = with_called(first, self.trace, self._borders.attached_model, self.recorded.input_shapes)
         first = with_kept_weights(first, self.trace, self._borders.attached_model)
         self.trace = charged(self.trace, first.kept_bytes)
         self._differentiates_backward = self.recorded.differentiates_backward

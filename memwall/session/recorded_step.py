@@ -91,6 +91,8 @@ class RecordedStep:
         self._allocated_before_optimizer_bytes: int | None = None
         self.moved_bytes = 0
         """Saved tensors that left the device; known once the recording has ended."""
+        self.input_shapes: tuple[tuple[int, ...], ...] = ()
+        """Those of all tensors that the model was called with first; known once the recording has ended."""
         self.differentiates_backward = False
         """Whether a backward of the step made a graph of itself (`create_graph=True`), as gradient penalties do."""
         self._builder: TraceBuilder | None = None
@@ -194,6 +196,7 @@ class RecordedStep:
         self._allocator.trim()  # first: the records of a step of many operations take memory outside the heap
         with self._keeper.shown():
             step = builder.finish_step(optimizers)
+        self.input_shapes = builder.input_shapes
         window_bytes, min_bytes = self._parked.engine.staging_bytes, self._parked.min_bytes
         self.stop()
         self._allocator.trim(generation=1)

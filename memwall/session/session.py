@@ -21,6 +21,7 @@ from memwall.planning.planfile import Plan
 from memwall.session.first_plan import asked, check_asked_of, check_plan_is_for
 from memwall.session.interruptions import interruptions_put_off
 from memwall.session.live_plan import LivePlan
+from memwall.session.loop.longer_batch import Shape
 from memwall.session.measurements import Measurements
 from memwall.session.parts_proof import PartsProof
 from memwall.session.ranks.agreement import Ranks
@@ -352,6 +353,14 @@ class Session:
             RankError: it did on another rank.
         """
         return self._steps.redoable(part, batch)
+
+    def evaluates_before(self) -> None:
+        """Says that the script evaluates a model on a CPU before this session follows any."""
+        self._steps.evaluates_before()
+
+    def note_evaluated(self, shape: Shape) -> None:
+        """Says how large a batch the script has evaluated before this session followed its model; () for none."""
+        self._live.evaluated = shape
 
     def first_forward(self, called: nn.Module | None = None) -> None:
         """Begins the run from within the model's first forward, whose hooks were already collected.

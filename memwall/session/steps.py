@@ -282,6 +282,10 @@ class Steps:
                     trains_copies=self.borders.trains_copies,
                 )
 
+    def evaluates_before(self) -> None:
+        """Hears of an evaluation before any step: what it has freed goes back before the budget is passed."""
+        self._unseen.hold_heap()
+
     def backward_begins(self, trains: Callable[[], bool]) -> None:
         """Hears of a backward of a script that has called no model: ends the run where its steps pass the budget."""
         self._watch.start(self.live.budget_bytes)

@@ -86,7 +86,7 @@ class UnseenSteps:
         """
         if self._measured.meter.device != "cpu" or self._num_backwards > _NUM_BACKWARDS or not trains():
             return
-        self._hold_heap()
+        self.hold_heap()
         self._allocator.trim(generation=0)  # what malloc keeps of tensors from before it held none
         before_bytes, self._standing_bytes = self._standing_bytes, process_bytes()
         self._num_backwards += 1
@@ -116,7 +116,7 @@ class UnseenSteps:
         is_unseen = torch.is_grad_enabled() and (execution_is_transformed() or trains_copies)
         if not is_unseen or self._measured.meter.device != "cpu":
             return
-        self._hold_heap()
+        self.hold_heap()
         given = next(model.parameters(), None)
         if given is None or isinstance(given, nn.Parameter):
             return  # the gradients are those of something else
@@ -135,7 +135,7 @@ class UnseenSteps:
             return self._given is not None and self._given() is None
         return num_optimizer_steps != self._num_optimizer_steps
 
-    def _hold_heap(self) -> None:
+    def hold_heap(self) -> None:
         """Has free pages go back to the system, which malloc keeps: with them a run grows for several steps."""
         budget_bytes = self._budget_bytes()
         if budget_bytes and self._allocator.policy is None:

@@ -84,6 +84,8 @@ class StepRecorder(StepMode):
         self._phase: Phase = "other"
         self._in_optimizer = False
         self.num_optimizer_steps = 0
+        self.input_shapes: tuple[tuple[int, ...], ...] = ()
+        """Those of all tensors that a root was called with first."""
         self._is_written_by_hand = False
         """Whether a parameter was written after a backward, outside of any optimizer."""
         self.draws_in_python = False
@@ -259,8 +261,9 @@ class StepRecorder(StepMode):
 
     def _note_input(self, values: Iterable[Any]) -> None:
         """Notes the first tensor that the model is called with: it tells the batch; later calls change nothing."""
-        first = next((tensor for tensor in tensors_among(values, []) if tensor.dim() > 0), None)
-        if first is not None and self.log.micro_batch == 0:
+        found = [tensor for tensor in tensors_among(values, []) if tensor.dim() > 0] if not self.log.micro_batch else []
+        if found:
+            first, self.input_shapes = found[0], tuple(tuple(tensor.shape) for tensor in found)
             self.log.input_shape = batch_shape(values)
             self.log.micro_batch = self.log.input_shape[0]
             self.log.input_dtype = str(first.dtype).removeprefix("torch.")

@@ -61,6 +61,8 @@ class TraceBuilder:
         self._base_bytes = 0
         self._micro_batch = 0
         self._input_shape: tuple[int, ...] = ()
+        self.input_shapes: tuple[tuple[int, ...], ...] = ()
+        """Those of all tensors that the model was called with first in the last step."""
         self._input_dtype = ""
         self._num_micro_batches = 1
         self._gradients_persist = False
@@ -180,6 +182,7 @@ class TraceBuilder:
             self._base_bytes -= sum(s.nbytes for s in log.storages if s.birth < 0 and s.category is None)
         self._micro_batch = log.micro_batch
         self._input_shape, self._input_dtype = log.input_shape, log.input_dtype
+        self.input_shapes = recorder.input_shapes
         self._num_micro_batches = 1 + sum(name == "accumulation" for name, _ in log.marks)
         self._gradients_persist = any(p.grad is not None for root in self.roots for p in root.parameters())
         step = build_step(

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 # The second has tables that a first step without room has on disk, where no plan for SGD can have them. The third has a
 # teacher that is built on disk under a small budget, and in memory under the one that is told. The fourth evaluates all
-# of its data at once after each step.
+# of its data at once after each step, the fifth once it has trained, the sixth before and after, in a few parts.
 _SCRIPTS = {
     "mlp": """
 model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(1024, 1024), nn.ReLU())], nn.Linear(1024, 10))
@@ -56,7 +56,33 @@ def loss_of(step):
 def after_step():
     (model(data).argmax(1) == labels).float().mean()
 """,
+    "late evaluation": """
+model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(512, 512), nn.ReLU())], nn.Linear(512, 10))
+optimizer = torch.optim.Adam(model.parameters())
+data, labels = torch.randn(16384, 512), torch.randint(0, 10, (16384,))
+def loss_of(step):
+    return nn.functional.cross_entropy(model(data[:256]), labels[:256])
+def after_step():
+    if step:
+        with torch.no_grad():
+            (model(data).argmax(1) == labels).float().mean()
+""",
+    "early evaluation": """
+model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(512, 512), nn.ReLU())], nn.Linear(512, 10))
+optimizer = torch.optim.Adam(model.parameters())
+data, labels = torch.randn(16384, 512), torch.randint(0, 10, (16384,))
+def loss_of(step):
+    return nn.functional.cross_entropy(model(data[:256]), labels[:256])
+@torch.no_grad()
+def losses():
+    return [nn.functional.cross_entropy(model(data[k : k + 8192]), labels[k : k + 8192]) for k in (0, 8192)]
+losses()
+def after_step():
+    if step:
+        losses()
+""",
 }
+_EVALUATED = {"evaluation": 16384, "late evaluation": 16384, "early evaluation": 8192}
 _LOOP = """
 for step in range(2):
     optimizer.zero_grad()
@@ -84,11 +110,15 @@ def run_under(budget: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     return warm_python().run(*arguments, folder=folder, timeout_s=110)
 
 
-@pytest.mark.parametrize("name", ["mlp", "teacher", "evaluation", exhaustive("tables")])
+@pytest.mark.parametrize(
+    "name", ["mlp", "teacher", "evaluation", "late evaluation", "early evaluation", exhaustive("tables")]
+)
 def test_the_budget_that_a_refusal_names_is_kept(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"import torch\nfrom torch import nn\n{_SCRIPTS[name]}{_LOOP}")
     refused = run_under("64MiB", tmp_path)
     assert refused.returncode == 3, refused.stderr
+    samples = f"an evaluation of {_EVALUATED.get(name, 'as many')} samples"
+    assert samples in refused.stderr, refused.stderr
     named = re.search(r"the smallest feasible one is (.+?),", refused.stderr)
     assert named is not None, refused.stderr
     followed = run_under(named.group(1), tmp_path)

@@ -3,6 +3,9 @@
 import copy
 import gc
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import memwall
 from memwall.predict.evaluation import evaluation_bytes
 from memwall.predict.first_step import FirstStep
-from memwall.session.loop.evaluation_batch import largest_batch, with_average, with_evaluation
+from memwall.session.loop.evaluation_batch import (
+    largest_batch,
+    with_average,
+    with_earlier,
+    with_evaluation,
+)
+from memwall.session.loop.longer_batch import Shape
 from memwall.session.session import Session
 
 TRAINED = 7919  # of no other loader in the process
@@ -89,6 +98,67 @@ def test_an_evaluation_that_begins_says_how_many_samples_it_has(evaluated: tuple
     known = with_evaluation(FIRST, trained_on(None), nn.Linear(64, 64), evaluated)
     assert known.evaluation_batch == batch
     assert with_evaluation(known, trained_on(None), nn.Linear(64, 64), (4, 64)) is known
+
+
+@pytest.mark.parametrize(("evaluated", "batch"), [((320, 64), 320), ((32, 64), 0), ((8, 64), 0), ((), 0)])
+def test_an_evaluation_from_before_the_first_step_counts_if_it_is_larger(evaluated: Shape, batch: int) -> None:
+    assert with_earlier(FIRST, trained_on(None), nn.Linear(64, 64), evaluated).evaluation_batch == batch
+
+
+_CALLS = {
+    "all samples": ("with torch.no_grad():\n    found = net(all_samples).argmax(1)", 320, 1.0),
+    "in a function": ("@torch.inference_mode()\ndef accuracy():\n    return net(all_samples)", 320, 1.0),
+    "of an object": ("with no_grad():\n    net(holder.samples)", 64, 1.0),
+    "a graph": ("with torch.no_grad():\n    net(all_samples, edges)", 320, 50.0),
+    "a part": ("with torch.no_grad():\n    net(all_samples[:64])", 0, 1.0),
+    "with gradients": ("found = net(all_samples)", 0, 1.0),
+    "another model": ("with torch.no_grad():\n    other(all_samples)", 0, 1.0),
+    "as many as a step has": ("with torch.no_grad():\n    net(few)", 0, 1.0),
+    "of another length": ("with torch.no_grad():\n    net(longer)", 0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", _CALLS)
+def test_the_text_says_what_is_evaluated_as_a_whole(name: str, tmp_path: Path) -> None:
+    """GIVEN a script that evaluates what a name stands for WHEN a plan is made THEN as much as it stands for counts."""
+    text, batch, growth = _CALLS[name]
+    net, other, edges = nn.Linear(64, 64), nn.Linear(64, 64), torch.zeros(2, 5000)
+    all_samples, few, longer = torch.zeros(320, 64), torch.zeros(32, 64), torch.zeros(320, 65)
+    holder = SimpleNamespace(samples=all_samples[:64])
+    trace, recorded = trained_on(None), ((32, 64), (2, 100)) if "edges" in text else ((32, 64),)
+    asks = "from memwall.session.loop.evaluation_batch import with_called\n"
+    answers = "def known_here(*given):\n    return with_called(*given)\n"
+    path = tmp_path / "evaluating_script.py"
+    path.write_text(f"{asks}{answers}{text}\n")
+    found: dict[str, Any] = {}
+    exec(compile(asks + answers, str(path), "exec"), found)
+    known = found["known_here"](FIRST, trace, net, recorded)
+    assert (known.called_batch, known.called_growth) == (batch, growth)
+    del other, edges, few, longer, holder
+
+
+def test_what_does_not_grow_with_the_samples_may_grow_otherwise() -> None:
+    """GIVEN a tensor that a step makes WHEN one like it is ten times as large in an evaluation THEN it counts so."""
+    workload = memwall.Workload(
+        model=lambda: Edges(),
+        batch=lambda: torch.zeros(32, 64),
+        loss=lambda model, batch: model(batch).sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    trace = memwall.record(workload, num_steps=1)
+    alike, grown = (evaluation_bytes(trace, trace.steps[0], batch=32, growth=growth) for growth in (1.0, 10.0))
+    assert grown - alike == 9 * (4096 * 4 + 4)  # and its sum
+
+
+class Edges(nn.Module):
+    """Makes a tensor that no number of samples says the size of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 1))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch @ self.weight + torch.zeros(4096).sum()
 
 
 def test_gradients_that_are_there_as_an_evaluation_begins_stay_for_it() -> None:

@@ -1,5 +1,6 @@
 """Waits for the models and the optimizers of an unmodified script to show themselves."""
 
+import math
 import os
 import warnings
 import weakref
@@ -18,9 +19,11 @@ from memwall.integrations.scripts.forward_calls import ForwardCalls
 from memwall.integrations.scripts.threads import TrainingThread
 from memwall.integrations.scripts.trained_models import as_one, optimizers_alive, trained_with
 from memwall.patches import Patches
+from memwall.session.loop.longer_batch import Shape, input_shape
 from memwall.torch_internals.autograd import current_node
 from memwall.trace.attached import attach_hook
 from memwall.trace.optimizers import trains
+from memwall.trace.together import models_of
 
 _OF_GLOBAL_HOOKS = "Using `torch.compile\\(module\\)` when there are global hooks"
 """Beginning of torch's warning at calls of compiled models. The hooks here do nothing a second time."""
@@ -54,6 +57,10 @@ class ScriptWatch:
         """Optimizers that were found before any model was called whose parameters are trained."""
         self._carried_back = weakref.WeakSet[nn.Module]()
         """Models that count as trained as they look like copies in lower precision, which a teacher does as well."""
+        self._evaluated: weakref.WeakKeyDictionary[nn.Module, Shape] = weakref.WeakKeyDictionary()
+        """The largest batches that modules were called with before anything was trained."""
+        self.evaluates_before: Callable[[], None] = lambda: None
+        """Is told when a module is evaluated so on a CPU for the first time."""
         self._running = 0
         """The model that is being called."""
         self._forwards, self._thread = ForwardCalls(), TrainingThread(script)
@@ -71,7 +78,7 @@ class ScriptWatch:
             self.failure = error.without_frames()
             raise
 
-    def before_forward(self, module: nn.Module, _: Any = None) -> None:
+    def before_forward(self, module: nn.Module, args: Any = ()) -> None:
         """Looks at a call: of a model that is known, of a part of one, or of something new."""
         self._forwards.called(module)
         if torch.compiler.is_compiling():
@@ -95,6 +102,8 @@ class ScriptWatch:
         if model is not None and (not model or model == number or model in self._called):
             return  # not trained; or a part of a model that is called as a whole as well, as its embedding
         if not self._is_trainable(module):
+            if self.model is None and not self.trains():
+                self._note_evaluated(module, input_shape(args, {}))
             return
         if any(map(is_lazy, module.parameters())):
             self._running = number  # it is called to make its parameters; what it calls is no model of its own
@@ -136,6 +145,15 @@ class ScriptWatch:
         if self.model is None and optimizer not in self._early:
             self._early.append(optimizer)  # its closure is going to call the model
         return self.model is not None and (optimizer in self._of_copies or trains(optimizer, self.model))
+
+    def evaluated(self, model: nn.Module) -> Shape:
+        """Returns the shape of the largest batch that a model was called with before anything was trained."""
+        return max((self._evaluated.get(one, ()) for one in models_of(model)), key=math.prod)
+
+    def _note_evaluated(self, module: nn.Module, shape: Shape) -> None:
+        if module not in self._evaluated and any(one.device.type == "cpu" for one in module.parameters()):
+            self.evaluates_before()
+        self._evaluated[module] = max(self._evaluated.get(module, ()), shape, key=math.prod)
 
     @property
     def trains_copies(self) -> bool:

@@ -279,7 +279,7 @@ class RecordingSearch:
                 helps,
                 parameters_stay=self._offers.stays,
                 is_running=first is not None,
-                evaluation_batch=0 if first is None else first.evaluation_batch,
+                evaluation_batch=0 if first is None else max(first.evaluation_batch, first.called_batch),
                 evaluation_bytes=min(evaluated),
                 kept_bytes=0 if first is None else first.kept_bytes,
                 kept_at="" if first is None else first.kept_at,

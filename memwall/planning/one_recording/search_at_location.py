@@ -124,10 +124,14 @@ class SearchAtLocation:
     @property
     def evaluation_bytes(self) -> int:
         """Returns what the process is foreseen to hold in the evaluation that is known of, or in one as a step has."""
+        return self._evaluation_bytes(is_called=True)
+
+    def _evaluation_bytes(self, *, is_called: bool) -> int:
         first = self._settings.first_step
         if first is None or self._trace.device != "cpu":
             return 0
-        held_bytes = evaluation_under_actions(self._trace, self._steady, self._location.actions, first)
+        actions = self._location.actions
+        held_bytes = evaluation_under_actions(self._trace, self._steady, actions, first, is_called=is_called)
         return held_bytes + self._location.grown_bytes
 
     @property
@@ -143,7 +147,7 @@ class SearchAtLocation:
     @property
     def _evaluated_bytes(self) -> int:
         first = self._settings.first_step
-        return 0 if first is None or not first.evaluation_batch else self.evaluation_bytes
+        return 0 if first is None or not first.evaluation_batch else self._evaluation_bytes(is_called=False)
 
     def _batches(self) -> Iterator[_Batch]:
         """Yields each micro-batch there is, the recorded one first."""

@@ -3,22 +3,27 @@
 How many samples at once, its loaders or a call say; whether an average of weights too, the models that it has.
 """
 
+import ast
 import gc
 import math
 import sys
+from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any
 
 import msgspec
-from torch import nn
+from torch import Tensor, nn
 
 from memwall.checkpoint.discovery import find_models, objects_of, shapes_of
 from memwall.predict.evaluation import HALF_PRECISION
 from memwall.predict.first_step import FirstStep
 from memwall.session.loop.longer_batch import Shape
+from memwall.session.loop.script_text import Names, found_in_text
 from memwall.torch_internals.dispatch import without_subclass_functions
 from memwall.trace.records import Trace
 from memwall.trace.together import models_of
+
+_NO_GRADIENTS = ("no_grad", "inference_mode")
 
 
 def with_evaluation(first: FirstStep, trace: Trace, model: nn.Module, evaluated: Shape) -> FirstStep:
@@ -36,6 +41,53 @@ def with_evaluation(first: FirstStep, trace: Trace, model: nn.Module, evaluated:
     return msgspec.structs.replace(
         first, evaluation_batch=batch, evaluates_with_gradients=has_gradients or had_gradients
     )
+
+
+def with_earlier(first: FirstStep, trace: Trace, model: nn.Module, evaluated: Shape) -> FirstStep:
+    """Returns what is known of a run, with an evaluation from before its first step, if that was larger than a step.
+
+    Others may follow, beside what the step has left.
+
+    Args:
+        evaluated: the shape of its batch; () for none.
+    """
+    is_larger = bool(evaluated) and _samples(evaluated, trace) > trace.micro_batch
+    return with_evaluation(first, trace, model, evaluated) if is_larger else first
+
+
+def with_called(first: FirstStep, trace: Trace, model: nn.Module, recorded: tuple[Shape, ...]) -> FirstStep:
+    """Returns what is known of a run, with what its text evaluates as a whole: `model(X)` within `torch.no_grad()`.
+
+    Args:
+        recorded: the shapes of all tensors that the model was called with in the step.
+    """
+    names, models = Names(), models_of(model)
+
+    def find(tree: ast.AST) -> Iterator[list[Shape]]:
+        for call in _calls_without_gradients(tree):
+            values = [names.value_of(argument) for argument in call.args]
+            shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
+            if len(shapes) == len(values) and any(names.value_of(call.func) is each for each in models):
+                yield shapes
+
+    for _, shapes in found_in_text(find, *_NO_GRADIENTS):
+        is_alike = [*map(len, shapes)] == [*map(len, recorded)] and shapes[0][1:] == recorded[0][1:]
+        if is_alike and shapes[0][0] > max(recorded[0][0], first.called_batch) and all(map(math.prod, recorded)):
+            growths = [math.prod(shape) / math.prod(one) for shape, one in zip(shapes, recorded, strict=True)]
+            growth = max(growths) if max(growths) > growths[0] else 1.0
+            samples = math.ceil(trace.micro_batch * growths[0])
+            first = msgspec.structs.replace(first, called_batch=samples, called_growth=growth)
+    return first
+
+
+def _calls_without_gradients(tree: ast.AST) -> Iterator[ast.Call]:
+    for part in ast.walk(tree):
+        said = [item.context_expr for item in part.items] if isinstance(part, (ast.With, ast.AsyncWith)) else []
+        said = part.decorator_list if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)) else said
+        if any(
+            getattr(inner, "attr", getattr(inner, "id", "")) in _NO_GRADIENTS for one in said for inner in ast.walk(one)
+        ):
+            yield from (inner for inner in ast.walk(part) if isinstance(inner, ast.Call) and inner.args)
 
 
 def with_loaders(first: FirstStep, trace: Trace) -> FirstStep:

@@ -1,6 +1,7 @@
 """Changes to a plan that has room for an evaluation that begins, where the present one has none."""
 
 import logging
+import math
 
 from memwall.errors import InfeasibleError
 from memwall.planning.planfile import Plan
@@ -33,6 +34,8 @@ class EvaluationRoom:
     def make(self) -> None:
         """Changes to a plan that has room for the evaluation that begins, if the present one has none and one has."""
         live = self._live
+        if live.trace is None:
+            live.evaluated = max(live.evaluated, self._borders.input_shape, key=math.prod)
         trace, plan, first = live.trace, live.plan, live.settings.first_step
         if trace is None or trace.device != "cpu" or plan is None or first is None or live.ranks is not None:
             return
