@@ -147,7 +147,7 @@ def _without_gain(plain_bytes: int, *, is_small: bool) -> str:
 
 
 def _with_copies(without_bytes: int, *, is_kept: bool) -> str:
-    reason = "beside that copy" if is_kept else "gradients are let go one by one, so that"
+    reason = "beside that copy" if is_kept else "gradients or state are not all in memory at once, so that"
     return (
         f"{reason} a digest of all weights between steps holds more than a step: two copies of them are in that; a "
         f"script that makes none needs {format_bytes(without_bytes, rounding='up')}"

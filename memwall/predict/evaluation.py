@@ -68,8 +68,9 @@ def evaluation_bytes(
 def copying_bytes(trace: Trace, recorded: Step, step: Step, *, keeps_copy: bool) -> int:
     """Returns what the process holds between steps with two copies of the weights that train; 0 where that is no more.
 
-    A step with all gradients at once, and an optimizer's temporaries, has about as much. One whose optimizers step
-    within its backward, and let each gradient go, has not, nor has one beside a copy that stays.
+    A step with all gradients at once, state, and an optimizer's temporaries, has about as much. One whose optimizers
+    step within its backward, and let each gradient go, has not, nor has one beside a copy that stays, nor one whose
+    state passes through memory in buckets.
 
     Args:
         recorded: the step as it ran.
@@ -78,7 +79,7 @@ def copying_bytes(trace: Trace, recorded: Step, step: Step, *, keeps_copy: bool)
     """
     gradients = [storage for storage in recorded.storages if storage.category == "gradient"]
     gradient_bytes = sum(storage.nbytes for storage in gradients)
-    if not keeps_copy:
+    if not keeps_copy and _state_bytes(step) >= _state_bytes(recorded):
         if not _has_steps_in_backward(recorded):
             return 0
         at_once_bytes = live_curve(gradients, len(recorded.ops), device=trace.device).max()
@@ -88,6 +89,10 @@ def copying_bytes(trace: Trace, recorded: Step, step: Step, *, keeps_copy: bool)
     stand = (one for one in step.storages if one.device_type == trace.device and (one.birth < 0 or one.death >= end))
     standing_bytes = sum(storage.nbytes for storage in stand)
     return trace.base_bytes + trace.workspace_bytes + standing_bytes + _NUM_COPIES * gradient_bytes
+
+
+def _state_bytes(step: Step) -> int:
+    return sum(storage.nbytes for storage in step.storages if storage.category == "optimizer_state")
 
 
 def _has_steps_in_backward(step: Step) -> bool:

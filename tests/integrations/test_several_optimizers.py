@@ -11,13 +11,13 @@ from warm_python import warm_python
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 _MIB = 1 << 20
-_STATE_MIB = 64
+_STATE_MIB = 128
 _SCRIPT = """
 import torch
 from torch import nn
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)])
-optimizers = [torch.optim.SGD(part.parameters(), lr=1e-2, momentum=0.9) for part in (model[:4], model[4:])]
+optimizers = [torch.optim.Adam(part.parameters(), lr=1e-4) for part in (model[:4], model[4:])]
 for step in range(4):
     model(torch.randn(64, 1024)).square().mean().backward()
     for optimizer in optimizers:
@@ -46,8 +46,8 @@ def test_the_number_that_is_told_counts_on_the_disk_for_the_state_of_both(tmp_pa
     (tmp_path / "train.py").write_text(_SCRIPT)
     plain = run(tmp_path)
     in_memory_mib, least_mib = told(run_under("64MiB", tmp_path, "--no-disk")), told(run_under("64MiB", tmp_path))
-    # Buffers are a share of the state: a quarter of it is in three parameters'.
-    assert least_mib < in_memory_mib - _STATE_MIB / 2
+    # Between steps there is room for two copies of the weights, which are as much as the state.
+    assert least_mib < in_memory_mib - _STATE_MIB / 4
     followed = run_under(f"{least_mib}MiB", tmp_path)
     assert followed.returncode == 0, followed.stderr
     assert followed.stdout == plain.stdout

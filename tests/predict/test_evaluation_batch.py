@@ -8,6 +8,7 @@ from torch import nn
 import memwall
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
 from memwall.predict.evaluation import copying_bytes, evaluation_bytes
+from memwall.predict.state_on_disk import with_state_on_disk
 from memwall.torch_internals.profiler import begin_watching_allocations, end_watching_allocations
 from memwall.trace.trace_builder import TraceBuilder
 
@@ -113,6 +114,10 @@ def test_copies_of_the_weights_count_where_gradients_are_let_go_one_by_one(
     trace = msgspec.structs.replace(builder.trace(optimizers), base_bytes=100 * MIB, workspace_bytes=0)
     expected = 100 * MIB + (4 + 4 + 2 * 4) * 4 * MIB if is_in_backward or keeps_copy else 0
     assert abs(copying_bytes(trace, trace.steps[0], trace.steps[0], keeps_copy=keeps_copy) - expected) <= MIB
+    # The momenta pass through memory in buckets: 16 MiB less stand, and a step has no room for two copies either.
+    moved = with_state_on_disk(trace.steps[0], resident_bytes=0, bucket_bytes=4 * MIB, min_bytes=1)
+    standing = 100 * MIB + (4 + 2 * 4) * 4 * MIB
+    assert abs(copying_bytes(trace, trace.steps[0], moved, keeps_copy=keeps_copy) - standing) <= MIB
 
 
 def test_a_recurrent_layer_keeps_no_gates_in_an_evaluation() -> None:
