@@ -31,7 +31,7 @@ from memwall.planning.settings import Settings
 from memwall.planning.technique import technique_of
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, bucket_choices
 from memwall.planning.techniques.parameters import as_streamed
-from memwall.predict.cuda.live_cuda import as_plain, with_library_workspaces, workspaces_here
+from memwall.predict.cuda.live_cuda import with_library_workspaces, workspaces_here
 from memwall.predict.first_step import FirstStep
 from memwall.predict.live_device import live_process
 from memwall.predict.process import calibrated, parked_bytes
@@ -241,7 +241,8 @@ class RecordedStep:
             at_optimizer_bytes = trace.base_bytes + sum(parameters) + sum(inputs) + stepping_bytes(optimizers)
             in_memory_bytes = max(in_memory_bytes, at_optimizer_bytes)
         if self._device.type == "cuda":
-            trace = as_plain(trace)
+            # Sums of gradients stay tensors of their own: the first steps under a plan are watched like the recorded
+            # one, as are those after which memory was short, and what they take stays in segments.
             if self._keeper.is_away:
                 (optimizer,) = optimizers  # of several none leaves a device in a step that is recorded
                 sizes = [p.nbytes for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -124,6 +124,31 @@ def test_what_the_loop_holds_of_the_last_step_is_foreseen() -> None:
     assert foreseen_bytes == held_bytes > 2 * held.nbytes
 
 
+class Summing(nn.Module):
+    """Uses a tensor twice, whose gradients are all that is large in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return (y * 2).sum() + (y * 3).sum()
+
+
+def test_gradients_are_foreseen_to_be_summed_as_in_steps_that_are_watched() -> None:
+    """GIVEN steps whose operations are repeated where memory is short THEN a sum is a third tensor beside two."""
+    model = Summing().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with memwall.fit(model, optimizer, budget="1GiB") as session:
+        for _ in range(3):
+            model(torch.ones(16_384, 64, device="cuda")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    foreseen_bytes, held_bytes = foreseen_and_held(session)
+    assert foreseen_bytes == held_bytes > 3 * 64 * MIB
+
+
 class Wide(nn.Module):
     """Has more state than its batch has activations, so that the first step's leaves the device."""
 
