@@ -15,6 +15,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from memwall.errors import StoreError
 from memwall.store.buckets import Bucket, BucketBuffer
 from memwall.store.pinned_arena import PinnedArena, PinnedSlot
+from memwall.store.room import with_room
 from memwall.units import format_bytes
 
 
@@ -132,13 +134,13 @@ class PinnedSpace:
             self.bytes_written += tensor.numel() * tensor.element_size()
         return StreamCopy(self._outward.record_event(), self.device)
 
-    def on_host(self, slot: PinnedSlot, tensors: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
-        """Returns CPU tensors like these with what a slot has at their offsets; waits for copies.
+    def copies(self, slot: PinnedSlot, tensors: Sequence[tuple[Tensor, int]], device: torch.device) -> list[Tensor]:
+        """Returns tensors like these on a device, with what a slot has at their offsets; waits for copies.
 
-        Of the device it takes no memory: there may be none left.
+        One by one, so that a GPU needs room for them alone.
         """
         self._synchronize()
-        return [_in_slot(slot, tensor, offset).clone() for tensor, offset in tensors]
+        return [with_room(partial(_in_slot(slot, tensor, offset).to, device, copy=True)) for tensor, offset in tensors]
 
     def close(self) -> None:
         """Unpins everything."""
@@ -168,11 +170,11 @@ class PinnedBucket(Bucket[StreamCopy]):
         self._slot: PinnedSlot | None = None
 
     def copies(self, device: torch.device | None = None) -> dict[int, Tensor]:
-        """Takes from the slot what is to be in the host's memory: the device may have no room for it."""
-        if self._slot is None or not self.num_bytes or device is None or device.type != "cpu":
-            return super().copies(device)
+        """Takes each tensor from the slot by itself: a device may have no room for the bucket beside what it held."""
+        if self._slot is None or not self.num_bytes:
+            return {}
         places = [(piece.away, piece.offset) for piece in self._pieces]
-        copies = self._space.on_host(self._slot, places)
+        copies = self._space.copies(self._slot, places, device or self.home)
         return {id(away): copy for (away, _), copy in zip(places, copies, strict=True)}
 
     def drop_read(self) -> None:

@@ -186,3 +186,21 @@ def test_host_memory_of_an_optimizer_that_was_replaced_and_dropped_is_unpinned(
     assert pinned == [pinned[0]] * 4
     assert pinned[0] > 0
     assert sum(arena.pinned_bytes for arena in arenas) == 0
+
+
+def test_state_comes_back_for_good_without_a_bucket_beside_it(tmp_path: Path) -> None:
+    """GIVEN state in host memory WHEN the session ends THEN the device is asked for what that takes, and no more."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    plan = a_plan(HOST, device="cuda", model_fingerprint=fingerprint([model]))
+    with memwall.fit(model, optimizer, plan=plan, disk=str(tmp_path)):
+        for _ in range(2):
+            model(torch.ones(4, 512, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before_bytes = torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
+    asked_bytes = torch.cuda.memory_stats()["allocated_bytes.all.allocated"] - before_bytes
+    moved = [
+        v for state in optimizer.state.values() for v in state.values() if v.is_cuda and v.nbytes >= HOST.min_bytes
+    ]
+    assert asked_bytes == sum(value.nbytes for value in moved) == 24 * MIB
