@@ -226,6 +226,12 @@ class PlanInEffect:
             self.applied.optimizers = ()  # nobody here holds the one before, which a script may have dropped
             self._borders.replace_optimizers(optimizer)
             self.keeper.turn_to(optimizer)
+        elif self.keeper.is_away:
+            self.applied.optimizers = ()
+            self.keeper.lay_to_rest()
+            self._borders.let_go_optimizers(in_cycles=True)
+            self.applied.optimizers = tuple(one for one in self._borders.optimizers if one is not optimizer)
+            self.keeper.take_up(self._borders.optimizers)
         elif self.applied.is_alike(optimizer):
             self.applied.optimizers = ()
             self._borders.let_go_optimizers()

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.offload.parking import Parked
 from memwall.apply.optimizer_state.open_state import can_place
-from memwall.apply.optimizer_state.state_keeper import StateKeeper, stepping_bytes
+from memwall.apply.optimizer_state.room_for_state import stepping_bytes
+from memwall.apply.optimizer_state.state_keeper import StateKeeper
 from memwall.apply.streaming.open_streaming import is_streamed
 from memwall.apply.streaming.parameter_keeper import ParameterKeeper
 from memwall.apply.technique import allowed

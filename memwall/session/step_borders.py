@@ -6,6 +6,7 @@ are trained together `turns` says when each has had its turn. A loop without an 
 the recording of a step sees that, and later steps have as many forwards as that one had.
 """
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -166,13 +167,18 @@ class StepBorders:
         if classes == [type(optimizer)]:
             self.stepped = [weakref.ref(optimizer)]
 
-    def let_go_optimizers(self) -> None:
+    def let_go_optimizers(self, *, in_cycles: bool = False) -> None:
         """Forgets those that nobody else holds, as of a stage of the script that is over: their state goes with them.
 
         To be called when no plan in effect does anything to them, and either no step goes on or another one steps.
+
+        Args:
+            in_cycles: whether what has taken their steps over holds them, and they hold it.
         """
         known = [*map(weakref.ref, self.optimizers)]
         self.optimizers = ()
+        if in_cycles:
+            gc.collect()
         self.optimizers = tuple(optimizer for one in known if (optimizer := one()) is not None)
         self.stepped = [one for one in self.stepped if one() is not None]
 

@@ -1,5 +1,6 @@
 """A script's text says whether it keeps a copy of its weights, before it does."""
 
+import ast
 import copy
 import importlib
 import linecache
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from memwall.predict.first_step import FirstStep
-from memwall.session.loop import kept_weights
+from memwall.session.loop import kept_weights, script_text
 from memwall.session.loop.kept_copies import KeptCopies, copies_bytes
 from memwall.session.loop.kept_weights import line_that_keeps_weights, with_kept_weights
 from memwall.trace.records import Trace
@@ -219,3 +220,26 @@ def _trace() -> Trace:
     optimizer.step()
     builder.finish_step(optimizer)
     return builder.trace(optimizer)
+
+
+class Odd:
+    """Has a list where a model has its modules."""
+
+    def __init__(self) -> None:
+        self._modules = [nn.Linear(2, 2)]
+
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(f"asked for {name}")
+
+
+def test_an_object_that_is_no_model_is_not_asked_for_what_it_may_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"odd": Odd(), "model": nn.Sequential(nn.Linear(2, 2)), "kind": nn.Linear, "number": 3}
+    monkeypatch.setattr(script_text, "scopes", lambda: [("here", here)])
+    names = script_text.Names()
+
+    def value_of(text: str) -> object:
+        return names.value_of(ast.parse(text, mode="eval").body)
+
+    assert [value_of(text) for text in ("odd.best", "number.real", "none.best", "model.best")] == [None] * 4
+    assert value_of("kind.forward") is nn.Linear.forward
+    assert value_of("model._modules") is here["model"]._modules  # type: ignore[attr-defined]

@@ -1,22 +1,21 @@
 """Several optimizers step one model, as Muon its matrices and AdamW the rest: one step, one forecast, the same bits."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from combinations import every_pair, every_value
-from optimizer_runs import KIB, Net, resident_state_bytes, same
+from optimizer_runs import same
 from plans import plan_of
+from several_optimizers import Optimizers, everything, made, one_each, train
 from shown_optimizers import shown_at_first_step
 from torch import nn
 
 import memwall
-from memwall.apply.optimizer_state.state_keeper import StateKeeper
-from memwall.errors import InfeasibleError, StoreError, UsageError
+from memwall.errors import InfeasibleError, UsageError
 from memwall.machine.meter import process_bytes
 from memwall.planning.planfile import Plan
-from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.recompute import Recompute
 from memwall.session.session import Session
 from memwall.session.step_borders import StepBorders
@@ -24,36 +23,6 @@ from memwall.session.step_borders import StepBorders
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MIB = 1 << 20
-Optimizers = Sequence[torch.optim.Optimizer]
-
-
-def made(*, adamw_first: bool = False) -> tuple[Net, Optimizers]:
-    """A model and its two optimizers, in the order in which they step."""
-    torch.manual_seed(0)
-    model = Net()
-    muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-2)
-    adamw = torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=1e-2)
-    return model, (adamw, muon) if adamw_first else (muon, adamw)
-
-
-def train(model: nn.Module, optimizers: Optimizers, *, num_steps: int = 4, every: int = 1) -> None:
-    """Micro-batches, clipping over all, a schedule for each; the second optimizer steps in every so many steps."""
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in optimizers]
-    for step in range(num_steps):
-        for micro in range(2):
-            x = torch.randn(5, 32, generator=torch.Generator().manual_seed(100 * step + micro))
-            (model(x, step).square().mean() / 2).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        due = optimizers if step % every == every - 1 else optimizers[:1]
-        for optimizer in due:
-            optimizer.step()
-        for optimizer, schedule in zip(due, schedules, strict=False):
-            optimizer.zero_grad()
-            schedule.step()
-
-
-def everything(model: nn.Module, optimizers: Optimizers) -> object:
-    return [model.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)]
 
 
 def state_bytes(optimizers: Optimizers) -> int:
@@ -209,73 +178,7 @@ def test_the_state_of_both_stands_in_the_step_that_is_planned(is_known: bool, ev
     assert len(plans) == every
 
 
-# State on disk: of each of them.
-
-
-def on_disk(resident_bytes: int = 0) -> OptimizerPlacement:
-    return OptimizerPlacement(tier="disk", resident_bytes=resident_bytes, bucket_bytes=40 * KIB, min_bytes=KIB)
-
-
-@pytest.mark.parametrize(
-    ("is_known", "adamw_first", "every", "resident_bytes"),
-    every_pair(
-        {"fit": True, "run": False},
-        {"muon adamw": False, "adamw muon": True},
-        {"both in each step": 1, "one in every second": 2},
-        {"nothing stays": 0, "some stays": 50 * KIB},
-    ),
-)
-def test_the_state_of_both_is_on_disk_between_steps_and_in_memory_afterwards(
-    is_known: bool, adamw_first: bool, every: int, resident_bytes: int
-) -> None:
-    model, optimizers = made(adamw_first=adamw_first)
-    train(model, optimizers, every=every)
-    plain = everything(model, optimizers)
-    model, optimizers = made(adamw_first=adamw_first)
-    session = Session(plan=plan_of(model, on_disk(resident_bytes)))
-    session.attach(model, optimizers if is_known else None)
-    with session, shown_at_first_step(session):
-        train(model, optimizers, every=every)
-        present_bytes = sum(resident_state_bytes(optimizer) for optimizer in optimizers)
-        assert same(everything(model, optimizers), plain)
-    assert present_bytes <= resident_bytes
-    assert bool(present_bytes) == bool(resident_bytes)
-    assert same(everything(model, optimizers), plain)
-
-
-def test_what_the_state_of_both_takes_of_the_disk_counts_together(tmp_path: Path) -> None:
-    _, optimizers = made()
-    keeper = StateKeeper(str(tmp_path), None)
-    for optimizer in optimizers:
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-    keeper.place(optimizers, on_disk())
-    taken_bytes = keeper.away_bytes
-    keeper.bring_back()
-    assert not keeper.is_away
-    keeper = StateKeeper(str(tmp_path), taken_bytes - 1)
-    with pytest.raises(StoreError, match="limit"):
-        keeper.place(optimizers, on_disk())
-    keeper.bring_back()
-    assert all(value.device.type == "cpu" for o in optimizers for s in o.state.values() for value in s.values())
-
-
-def test_an_optimizer_that_comes_to_one_whose_state_is_on_disk_has_its_own_there_too() -> None:
-    def twice() -> tuple[nn.Module, Optimizers]:
-        model, _ = made()
-        return model, (torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.last.parameters()))
-
-    model, optimizers = twice()
-    train(model, optimizers, every=2)
-    plain = everything(model, optimizers)
-    model, optimizers = twice()
-    session = Session(plan=plan_of(model, on_disk()))
-    session.attach(model, None)
-    with session, shown_at_first_step(session):
-        train(model, optimizers, every=2)
-        assert [resident_state_bytes(optimizer) for optimizer in optimizers] == [0, 0]
-    assert same(everything(model, optimizers), plain)
+# A first step without room.
 
 
 @pytest.mark.slow
@@ -284,7 +187,7 @@ def test_a_first_step_without_room_has_the_state_of_both_on_disk_and_parameters_
     is_known: bool, without_room: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GIVEN a first optimizer that leaves gradients to another WHEN there is no room THEN both step in parts."""
-    monkeypatch.setattr("memwall.apply.optimizer_state.state_keeper._lacks_room", lambda *_: True)
+    monkeypatch.setattr("memwall.apply.optimizer_state.state_keeper.lacks_room", lambda *_: True)
     model, optimizers = made()
     train(model, optimizers, num_steps=2)
     plain = everything(model, optimizers)
@@ -320,15 +223,11 @@ def train_in_backward(model: nn.Module, optimizers: dict[nn.Parameter, torch.opt
         hook.remove()
 
 
-def one_each(model: nn.Module) -> dict[nn.Parameter, torch.optim.Optimizer]:
-    return {parameter: torch.optim.AdamW([parameter], lr=1e-2) for parameter in model.parameters()}
-
-
 def test_optimizers_within_the_backward_keep_their_state_in_memory_without_room(
     without_room: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GIVEN gradients that are still to come WHEN the first optimizer steps THEN it is not taken for the only one."""
-    monkeypatch.setattr("memwall.apply.optimizer_state.state_keeper._lacks_room", lambda *_: True)
+    monkeypatch.setattr("memwall.apply.optimizer_state.state_keeper.lacks_room", lambda *_: True)
     model, _ = made()
     train_in_backward(model, optimizers := one_each(model))
     plain = everything(model, [*optimizers.values()])

@@ -100,10 +100,10 @@ class OptimizerState:
         """Says where the state is between steps, as in "on disk"."""
         return self._space.kept
 
-    @property
-    def resident_left_bytes(self) -> int:
-        """Counts the bytes that may stay and that no parameter's state takes: those of the next optimizer."""
-        return self._shares.resident_left_bytes
+    def pass_resident_bytes_on(self) -> int:
+        """Returns the bytes that may stay and that no parameter's state takes, which another optimizer's takes now."""
+        left_bytes, self._shares.resident_left_bytes = self._shares.resident_left_bytes, 0
+        return left_bytes
 
     @property
     def away_bytes(self) -> int:

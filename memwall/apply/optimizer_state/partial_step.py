@@ -57,6 +57,15 @@ def inner_step_of(
                 "pass differentiable=False"
             )
         for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            tensors = (
+                [value for value in state.values() if isinstance(value, Tensor)] if isinstance(state, dict) else []
+            )
+            if any(tensor.layout is not torch.strided for tensor in tensors):
+                raise ApplyError(
+                    f"{kind.__qualname__} keeps sparse tensors as its state, which cannot be {kept}; plan without "
+                    "moving optimizer state"
+                )
             if is_sharded(parameter):
                 raise ApplyError(
                     f"{kind.__qualname__} trains DTensors, as fully_shard and tensor parallelism make them: their "

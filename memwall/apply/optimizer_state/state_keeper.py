@@ -23,20 +23,19 @@ from memwall.apply.optimizer_state.open_state import (
     open_optimizer_state,
 )
 from memwall.apply.optimizer_state.pinned import PinnedSpace
+from memwall.apply.optimizer_state.room_for_state import lacks_room
 from memwall.apply.optimizer_state.shares import expected_state_bytes
 from memwall.errors import ApplyError, MemwallError, OffloadIOError, StoreError
-from memwall.machine.meter import CudaMeter, process_bytes
 from memwall.patches import undo_all
+from memwall.planning.location import MOST_PLACED
 from memwall.planning.techniques.optimizer_state import MIN_STATE_BYTES, OptimizerPlacement, bucket_choices
 from memwall.store.buckets import DiskSpace
+from memwall.trace.optimizers import counted, joint_name
 from memwall.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
 _KEPT = {"disk": DiskSpace.kept, "host": PinnedSpace.kept}
-# Beside the state, a step makes temporaries of a parameter's size, and Python objects.
-_TEMPORARIES = 2
-_SLACK_BYTES = 16 << 20
 
 
 class StateKeeper:
@@ -116,12 +115,12 @@ class StateKeeper:
         """
         if self._low_bit is not None:
             return
-        if not self._states:
+        if not self._states:  # it is with the CPU, or nowhere else
             self._opened.close()
         moments = LowBitMoments(optimizer)
         for state in self._states:
             state.on_return = moments.close
-            self._opened.close()
+        undo_all([opened.close for opened in self._every])
         self._low_bit = LowBitOptimizerState(moments)
 
     def place(
@@ -138,9 +137,17 @@ class StateKeeper:
             StoreError: the directory is missing, read-only, full, or a RAM disk; or the host has no room.
         """
         self._open_moments()
+        if len(optimizers) > MOST_PLACED:
+            raise ApplyError(
+                f"{len(optimizers)} optimizers step the model ({counted(joint_name(optimizers))}), and the plan keeps "
+                f"their state {_KEPT[action.tier]}, which can be had for {MOST_PLACED} at most: give a larger budget, "
+                "or fewer optimizers"
+            )
         resident_bytes = action.resident_bytes
-        for optimizer in optimizers:
-            resident_bytes = self._place(optimizer, action, resident_bytes, host_limit_bytes).resident_left_bytes
+        for number, optimizer in enumerate(optimizers):
+            state = self._place(optimizer, action, resident_bytes, host_limit_bytes)
+            if number + 1 < len(optimizers):
+                resident_bytes = state.pass_resident_bytes_on()
 
     def _place(
         self, optimizer: torch.optim.Optimizer, action: OptimizerPlacement, resident_bytes: int, host_limit_bytes: int
@@ -169,7 +176,11 @@ class StateKeeper:
 
     def _opened_for(self, optimizer: torch.optim.Optimizer) -> OpenOnDisk[OptimizerState | CpuStep]:
         """Returns what holds this optimizer's state, or will hold it."""
-        its_own = [one for one in self._every if one.held is not None and one.held.optimizer is optimizer]
+        every = (*self._every, *self._resting)
+        its_own = [one for one in every if one.held is not None and one.held.optimizer is optimizer]
+        if its_own and its_own[0] not in self._every:  # it steps again beside the one that had taken its place
+            self._rests = [one for one in self._rests if one() is not its_own[0]]
+            self._every.append(its_own[0])
         free = [one for one in self._every if one.held is None]
         if not its_own and not free:
             self._every += (free := [OpenOnDisk()])
@@ -221,7 +232,7 @@ class StateKeeper:
         """
         waiting = [optimizer for optimizer in optimizers if self._opened_for(optimizer).held is None]
         is_begun = len(waiting) < len(optimizers)
-        if not must and not is_begun and not _lacks_room(optimizers, allocator, budget_bytes - coming_bytes):
+        if not must and not is_begun and not lacks_room(optimizers, allocator, budget_bytes - coming_bytes):
             return False
         sizes = [
             num_bytes
@@ -258,18 +269,26 @@ class StateKeeper:
         Whoever steps one that was replaced finds its state, as it was, until `close`. What nobody holds is given up,
         with its place.
         """
+        self.lay_to_rest()
+        self.take_up([optimizer])
+        if self._opened.held is None:
+            gc.collect()  # an optimizer and what took its step over hold each other
+
+    def lay_to_rest(self) -> None:
+        """Leaves the state that is away where it is, for as long as somebody else holds its optimizer."""
         self._counted_bytes = self.moved_bytes()
         self._rests = [*map(weakref.ref, self._resting)]
         for opened in self._every:
             if opened.held is not None:
                 opened.held.rest(opened)
                 self._rests.append(weakref.ref(opened))
-        del opened
-        found = [one for one in self._resting if one.held is not None and one.held.optimizer is optimizer]
-        self._every = found[:1] or [OpenOnDisk()]
-        self._rests = [one for one in self._rests if one() is not self._opened]
-        if not found:
-            gc.collect()  # an optimizer and what took its step over hold each other
+        self._every = [OpenOnDisk()]
+
+    def take_up(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Goes on with the state of these, as far as it was laid to rest."""
+        found = [one for one in self._resting if one.held is not None and one.held.optimizer in optimizers]
+        self._every = found or [OpenOnDisk()]
+        self._rests = [one for one in self._rests if one() not in found]
 
     def _left_bytes(self, used_bytes: int = 0) -> int | None:
         """Returns what may be taken of the disk beside that and what others hold there; None for no limit."""
@@ -290,7 +309,15 @@ class StateKeeper:
             yield
         except StoreError as error:
             held_bytes = self.resting_bytes("disk") + self.resting_bytes("host")
-            if isinstance(error, OffloadIOError) or not held_bytes:
+            if isinstance(error, OffloadIOError):
+                raise
+            others_bytes = sum(held.taken_bytes("disk") + held.taken_bytes("host") for held in self._held)
+            if others_bytes and not held_bytes:
+                raise StoreError(
+                    f"{error}; {format_bytes(others_bytes)} are taken by the state of the other optimizers: give a "
+                    "larger limit"
+                ) from error
+            if not held_bytes:
                 raise
             raise StoreError(
                 f"{error}; {format_bytes(held_bytes)} are taken by the state of optimizers that this one "
@@ -340,43 +367,3 @@ class StateKeeper:
         moved.append(self._counted_bytes)
         self._counted_bytes = 0, 0
         return sum(out for out, _ in moved), sum(back for _, back in moved)
-
-
-def stepping_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Returns what optimizers whose state is on disk hold at most beside parameters and gradients.
-
-    That is one parameter's state, which a first step makes, and its temporaries.
-    """
-    return max(
-        (
-            expected_state_bytes(optimizer, parameter, group, MIN_STATE_BYTES) + _TEMPORARIES * parameter.nbytes
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ),
-        default=0,
-    )
-
-
-def _lacks_room(optimizers: Sequence[torch.optim.Optimizer], allocator: AllocatorHandler, budget_bytes: int) -> bool:
-    """Returns whether a step that keeps its state in memory would pass the budget."""
-    device = device_of(optimizers[0])
-    new_bytes = largest_bytes = all_bytes = 0
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                largest_bytes = max(largest_bytes, parameter.nbytes)
-                all_bytes += parameter.nbytes
-                if not optimizer.state.get(parameter):
-                    new_bytes += expected_state_bytes(optimizer, parameter, group, MIN_STATE_BYTES, device)
-    # On a device the usual step computes with all parameters at once.
-    at_once_bytes = largest_bytes if device.type == "cpu" else all_bytes
-    room_bytes = budget_bytes - new_bytes - _TEMPORARIES * at_once_bytes - _SLACK_BYTES
-    held_bytes = process_bytes if device.type == "cpu" else CudaMeter(device).now_bytes
-    if held_bytes() > room_bytes:  # what is free is given back before the budget is passed anyway
-        allocator.trim() if device.type == "cpu" else torch.cuda.empty_cache()
-    lacks = held_bytes() > room_bytes
-    if lacks:
-        where = "disk" if device.type == "cpu" else "host memory"
-        _log.info("the first step's %s of optimizer state go to %s", format_bytes(new_bytes), where)
-    return lacks

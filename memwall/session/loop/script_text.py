@@ -52,8 +52,12 @@ class Names:
         if not isinstance(part, ast.Attribute):
             return None
         owner = self.value_of(part.value)
-        parts = vars(owner) if hasattr(owner, "__dict__") else {}
-        return parts.get(part.attr, parts.get("_modules", {}).get(part.attr))
+        try:
+            parts = object.__getattribute__(owner, "__dict__")
+        except AttributeError:
+            return None
+        modules = parts.get("_modules")
+        return parts.get(part.attr, modules.get(part.attr) if isinstance(modules, dict) else None)
 
     def is_module(self, part: ast.AST) -> bool:
         """Tells whether what a name stands for is a model."""

@@ -72,8 +72,8 @@ class Ranks:
         store, missing = _met(whole, rank, num_ranks, timeout)
         if missing:
             raise RankError(
-                f"{_named(missing)} of {num_ranks} did not begin to train under memwall within {timeout.seconds} s, "
-                f"the time-out of the process group; {_MEETING}"
+                f"{_named(missing)} of {num_ranks} did not begin to train under memwall within "
+                f"{timeout.total_seconds():.0f} s, the time-out of the process group; {_MEETING}"
             )
         # Of the host: it neither touches the devices nor waits for their streams. `new_group` may find addresses of
         # ranks that torchrun has restarted since, and waits for processes that are no more.
@@ -286,7 +286,7 @@ def _met(whole: Any, rank: int, num_ranks: int, timeout: timedelta) -> tuple[Any
             _named(missing),
             num_ranks,
             _PATIENCE.seconds,
-            timeout.seconds,
+            timeout.total_seconds(),
             _MEETING,
         )
         missing = come(timeout - _PATIENCE)

@@ -156,7 +156,7 @@ def test_a_second_recording_shows_the_state_that_the_first_one_spilled(keep: Cal
 def test_a_session_spills_state_that_was_loaded_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_keeper, "_lacks_room", lambda *_: True)
+    monkeypatch.setattr(state_keeper, "lacks_room", lambda *_: True)
     for where in ("memwall.session.recorded_step", "memwall.apply.optimizer_state.state_keeper"):
         monkeypatch.setattr(f"{where}.MIN_STATE_BYTES", KIB)
     found = []
@@ -196,7 +196,7 @@ class Meter:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, now: int, trimmed: int) -> None:
         self.now = now
         self.trimmed = trimmed
-        monkeypatch.setattr("memwall.apply.optimizer_state.state_keeper.process_bytes", lambda: self.now)
+        monkeypatch.setattr("memwall.apply.optimizer_state.room_for_state.process_bytes", lambda: self.now)
 
     def trim(self) -> None:
         self.now = self.trimmed
