@@ -69,5 +69,6 @@ def test_memory_that_runs_out_in_memwall_itself_is_one_error(
     monkeypatch.setattr("memwall.session.session.Session.explained", lambda *_: None)
     assert main(["run", "--budget", "8GiB", "--json", __file__]) == 3
     said = capsys.readouterr().err
-    assert "memwall: out of memory outside any training step: 4.0 KiB could not be had while the process held" in said
+    where = "out of memory outside any training step, before the first step"
+    assert f"memwall: {where}: 4.0 KiB could not be had while the process held" in said
     assert "Traceback" not in said

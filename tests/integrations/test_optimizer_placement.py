@@ -158,7 +158,7 @@ def test_the_launcher_follows_a_plan_file_with_a_placement(
     plain_weights: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The optimizer shows itself in its first step, which is recorded, and finds no room for its state.
-    monkeypatch.setattr(state_keeper, "_lacks_room", lambda *_: True)
+    monkeypatch.setattr(state_keeper, "lacks_room", lambda *_: True)
     monkeypatch.setattr("memwall.session.recorded_step.MIN_STATE_BYTES", 4 * KIB)
     monkeypatch.setattr(state_keeper, "MIN_STATE_BYTES", 4 * KIB)
     out = tmp_path / "out.safetensors"

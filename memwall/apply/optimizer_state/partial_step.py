@@ -50,6 +50,12 @@ def inner_step_of(
             f"{kind.__qualname__}.step was replaced by a wrapper around it, which would run once for every bucket of "
             "state; wrap the step of the optimizer object in place of its class, or register a step hook"
         )
+    values = (value for state in optimizer.state.values() if isinstance(state, dict) for value in state.values())
+    if any(isinstance(value, Tensor) and value.layout is not torch.strided for value in values):
+        raise ApplyError(
+            f"{kind.__qualname__} keeps sparse tensors as its state, which cannot be {kept}; plan without moving "
+            "optimizer state"
+        )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise ApplyError(
@@ -57,15 +63,6 @@ def inner_step_of(
                 "pass differentiable=False"
             )
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            tensors = (
-                [value for value in state.values() if isinstance(value, Tensor)] if isinstance(state, dict) else []
-            )
-            if any(tensor.layout is not torch.strided for tensor in tensors):
-                raise ApplyError(
-                    f"{kind.__qualname__} keeps sparse tensors as its state, which cannot be {kept}; plan without "
-                    "moving optimizer state"
-                )
             if is_sharded(parameter):
                 raise ApplyError(
                     f"{kind.__qualname__} trains DTensors, as fully_shard and tensor parallelism make them: their "

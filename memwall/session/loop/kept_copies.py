@@ -58,7 +58,11 @@ def _held_in(weights: dict[str, nn.Parameter]) -> Iterator[list[Any]]:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Returns where a tensor's memory begins; 0 of one that has none of its own, as a subclass around others."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 class KeptCopies:
