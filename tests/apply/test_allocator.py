@@ -238,7 +238,7 @@ handler.begin_step()
 before = process_bytes()
 for number in range(4):
     weights[number] = 0.9 * weights[number]
-print(process_bytes() - before >= 64 * MIB)
+print(process_bytes() - before >= 60 * MIB)  # of 64: the kernel may take idle pages of others meanwhile
 handler.begin_step()
 print(process_bytes() - before < 4 * MIB)
 """) == ["True", "True"]
