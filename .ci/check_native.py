@@ -11,7 +11,7 @@ import zlib
 
 sys.path.insert(0, sys.argv[1])
 
-from memwall.predict.tensor_heap import TensorHeap, dry_heap, heap_library
+from memwall.predict.malloc.tensor_heap import TensorHeap, dry_heap, heap_library
 from memwall.rows import native as rows_native
 from memwall.store.checksum import crc32
 

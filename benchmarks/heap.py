@@ -23,10 +23,10 @@ from workloads import WORKLOADS
 
 from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.machine.meter import process_bytes, process_peak_bytes, reset_process_peak, return_free_memory
-from memwall.predict.curve import live_curve, live_peak_bytes
-from memwall.predict.heap_calls import events_of
-from memwall.predict.process import _KEPT_SHARE
-from memwall.predict.tensor_heap import replay_in_heap
+from memwall.predict.curve import live_peak_bytes
+from memwall.predict.malloc.malloc_calls import events_of
+from memwall.predict.malloc.malloc_replay import replay
+from memwall.predict.malloc.tensor_heap import replay_in_heap
 from memwall.trace.trace_builder import TraceBuilder
 
 WAYS = ("default", "tensor-heap")
@@ -81,15 +81,10 @@ def predict(name: str) -> dict[str, Any]:
         optimizer.zero_grad()
         builder.finish_step(optimizer)
     step = builder.trace(optimizer).steps[-1]
-    live_bytes, num_ops = live_peak_bytes(step, "cpu"), len(step.ops)
-    passing = [one for one in step.storages if one.birth >= 0 or one.death < num_ops]
-    kept_bytes = int(_KEPT_SHARE * live_curve(passing, num_ops, device="cpu").max())
+    malloc, heap = replay(events_of(step)), replay_in_heap(events_of(step, has_small_blocks=False))
     return {
-        "live_bytes": live_bytes,
-        "resident_bytes": {
-            "default": live_bytes + kept_bytes,
-            "tensor-heap": replay_in_heap(events_of(step)).peak_resident_bytes,
-        },
+        "live_bytes": live_peak_bytes(step, "cpu"),
+        "resident_bytes": {"default": malloc.peak_resident_bytes, "tensor-heap": heap.peak_resident_bytes},
     }
 
 

@@ -15,7 +15,7 @@ from memwall.machine.disk_probe import probe_disk
 from memwall.machine.limits import CgroupLimit, cgroup_limit, memory_limit_bytes
 from memwall.machine.tiers import Tier
 from memwall.predict.cuda_allocator.torch_releases import profile_for
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.trace.records import Tag, measured_tag
 from memwall.units import format_bytes
 

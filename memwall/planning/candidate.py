@@ -104,7 +104,7 @@ def plan_of(
         smallest_feasible_budget_bytes=smallest_budget_bytes,
         plain_peak=PeakBytes(
             allocated_bytes=live_peak_bytes(plain, trace.device),
-            process_bytes=process.untreated(plain).process_bytes,
+            process_bytes=process.free(plain).process_bytes,
         ),
         plain_step_seconds=step_seconds(plain),
         moved_bytes_per_step=moved_bytes,

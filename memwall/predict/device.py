@@ -91,6 +91,9 @@ class DeviceModel(Process):
         self._figures: dict[int, Figures] = {}
         """Hold what the allocator does with them under torch's default settings, in the same way."""
 
+    def free(self, step: Step) -> Resident:
+        return self.untreated(step)
+
     def untreated(self, step: Step) -> Resident:
         """Forecasts the step with the allocator's caching, from the first step on."""
         figures = self._default_figures(step)

@@ -28,6 +28,9 @@ class LiveDeviceModel(ProcessModel):
         self._beside_bytes = self.base_bytes + max(0, self.workspace_bytes - others_bytes)
         """Counts what is not in simulated segments: of what the first step measured, blocks that are held are."""
 
+    def free(self, step: Step) -> Resident:
+        return self.untreated(step)
+
     def untreated(self, step: Step) -> Resident:
         reserved_bytes = reserved_peak_bytes(step, standing=self._standing)
         assert reserved_bytes is not None, "memory without end is never full"

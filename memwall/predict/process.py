@@ -1,8 +1,8 @@
 """The process's peak: resident bytes before the run, tensors, and what the allocator keeps of freed ones.
 
 What malloc keeps depends on small blocks between the tensors, which no trace knows: a GPT whose tensors need 807 MiB
-grew by 988 MiB (benchmarks/heap.py). That is foreseen as a share of what comes and goes. A plan gives tensors a heap of
-their own, which keeps next to nothing and can be replayed to the page.
+grew by 988 MiB (benchmarks/heap.py). A plan therefore gives tensors a heap of their own, which keeps next to
+nothing and can be replayed to the page.
 """
 
 import math
@@ -15,14 +15,15 @@ from msgspec import Struct
 from memwall.predict.cuda_allocator.advice import AllocatorAdvice
 from memwall.predict.cuda_allocator.step_peaks import allocated_peak_bytes
 from memwall.predict.curve import live_curve, live_peak_bytes
-from memwall.predict.heap_calls import events_of
+from memwall.predict.malloc.malloc_calls import events_of
+from memwall.predict.malloc.malloc_replay import replay, unavailable_reason
+from memwall.predict.malloc.tensor_heap import MIN_TENSOR_BYTES, heap_unavailable_reason, replay_in_heap
 from memwall.predict.state_on_disk import before_optimizer
-from memwall.predict.tensor_heap import MIN_TENSOR_BYTES, heap_unavailable_reason, replay_in_heap
 from memwall.predict.treatment import StepModel
 from memwall.trace.records import Step, Trace
 
 TENSOR_HEAP = "tensor-heap"
-"""Name of the way of reuse that `memwall.predict.tensor_heap` forecasts."""
+"""Name of the way of reuse that `memwall.predict.malloc.tensor_heap` forecasts."""
 
 # Margin as a share of the bytes that the forecast adds to the base, which is itself measured; see benchmarks/knobs.py.
 _MARGIN_SHARE = 0.05
@@ -34,9 +35,9 @@ _UNWATCHED_SHARE = 0.5
 # Of tensors too small for the heap malloc gives back little between the forwards of a step: where LBFGS called an
 # unrolled recurrent model four times, those of 71 MiB took 115, and of 61 MiB, beside recomputed calls, 118.
 _SMALL_LOST_SHARE = 1.0
-# What malloc keeps of tensors that come and go in a step, as a share of the most that these hold at once: 0.22 to 0.50
-# on four models (benchmarks/heap.py, 2026-11-24). To replay the calls of a step against the C library was no nearer.
-_KEPT_SHARE = 0.33
+# To replay a step under malloc takes some 2 KB of this process for each of its storages, and seconds for 100,000 of
+# them; a step of LBFGS whose closure unrolls a thousand cells has millions.
+_MOST_REPLAYED_STORAGES = 30_000
 
 
 class Resident(Struct, frozen=True, kw_only=True):
@@ -72,8 +73,11 @@ class Process(Protocol):
     def allocator_advice(self) -> AllocatorAdvice | None:
         """Says what to set the CUDA allocator to for the run without any action; None where it is not simulated."""
 
+    def free(self, step: Step) -> Resident:
+        """Forecasts the step in a process that memwall never touched."""
+
     def untreated(self, step: Step) -> Resident:
-        """Forecasts the step with nothing applied."""
+        """Forecasts the step with nothing applied, in the process that recorded the trace."""
 
     def treated(self, step: Step, limit_bytes: int) -> Resident:
         """Forecasts the step with a plan applied that may use `limit_bytes` of process memory."""
@@ -122,21 +126,36 @@ class ProcessModel(Process):
         self.workspace_bytes = trace.workspace_bytes
         self.next_tier: Literal["host", "disk"] = "disk" if trace.device == "cpu" else "host"
         self._trace = trace
+        self._has_malloc = trace.device == "cpu" and not unavailable_reason()
         self._has_heap = trace.device == "cpu" and not heap_unavailable_reason()
+        self._freed: tuple[Step, Resident] | None = None
+        """The step that was forecast last under malloc: that without a plan is asked for again and again."""
 
     @property
     def allocator_advice(self) -> None:
         """Nothing: this process runs already."""
 
+    def free(self, step: Step) -> Resident:
+        """Forecasts the step under malloc as it is; of more tensors than can be replayed, them alone."""
+        if not self._has_malloc or len(step.storages) > _MOST_REPLAYED_STORAGES:
+            return self.bare(step)
+        if self._freed is None or self._freed[0] is not step:
+            figures = replay(events_of(step))
+            found = Resident(
+                policy="default",
+                is_default=True,
+                process_bytes=self._beyond_tensors + figures.peak_resident_bytes,
+                fault_seconds=figures.fresh_bytes * self._trace.machine.fault_seconds_per_byte,
+            )
+            self._freed = step, found
+        return self._freed[1]
+
     def untreated(self, step: Step) -> Resident:
-        """Forecasts the step under malloc as it is; on another device its tensors alone."""
-        bare = self.bare(step)
-        kept_bytes = int(_KEPT_SHARE * _passing_bytes(step)) if self._trace.device == "cpu" else 0
-        return msgspec.structs.replace(bare, process_bytes=bare.process_bytes + kept_bytes)
+        return self.free(step)
 
     def treated(self, step: Step, limit_bytes: int) -> Resident:
         """Forecasts the step in the heap, which keeps to the tensors' own bytes; under malloc where there is none."""
-        return self._in_heap(step, limit_bytes) if self._has_heap else self.untreated(step)
+        return self._in_heap(step, limit_bytes) if self._has_heap else self.free(step)
 
     def crowded(self, step: Step, limit_bytes: int) -> Resident:
         return self.treated(step, limit_bytes)
@@ -177,7 +196,7 @@ class ProcessModel(Process):
 
     def _in_heap(self, step: Step, limit_bytes: int) -> Resident:
         """Forecasts the step with its tensors in a heap of their own, held under `limit_bytes` of process memory."""
-        events = events_of(step)
+        events = events_of(step, has_small_blocks=False)
         # What malloc was seen to hold beyond them is in the measured workspace already.
         lost_bytes = max(0, int(_SMALL_LOST_SHARE * _passing_small_bytes(step)) - self.workspace_bytes)
         beyond_bytes = self._beyond_tensors + lost_bytes
@@ -265,7 +284,7 @@ def parked_bytes(
     if trace.device == "cpu" and not heap_unavailable_reason():
         # A ceiling of next to nothing has free pages returned at once.
         ceiling_bytes = 0 if kept_bytes is None else 1
-        events = events_of(parked)
+        events = events_of(parked, has_small_blocks=False)
         return replay_in_heap(events, ceiling_bytes, num_steps=1).peak_resident_bytes + (kept_bytes or 0)
     if trace.device == "cuda":
         return allocated_peak_bytes(parked)
@@ -274,11 +293,6 @@ def parked_bytes(
 
 def _passing_small_bytes(step: Step) -> int:
     """Returns the most that tensors too small for the heap hold at once, of those that are there in the step alone."""
-    return _passing_bytes(step, below_bytes=MIN_TENSOR_BYTES)
-
-
-def _passing_bytes(step: Step, *, below_bytes: int = 1 << 62) -> int:
-    """Returns the most that tensors smaller than that hold at once, of those that are there in the step alone."""
     num_ops = len(step.ops)
-    passing = [s for s in step.storages if s.nbytes < below_bytes and (s.birth >= 0 or s.death < num_ops)]
+    passing = [s for s in step.storages if s.nbytes < MIN_TENSOR_BYTES and (s.birth >= 0 or s.death < num_ops)]
     return int(live_curve(passing, num_ops, device="cpu").max()) if passing else 0

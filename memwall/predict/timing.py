@@ -6,7 +6,7 @@ from statistics import median
 import msgspec
 
 from memwall.predict.call_rules import BlockCalls
-from memwall.trace.records import Step
+from memwall.trace.records import COMPILED_CODE, Step
 
 
 def smoothed(step: Step, blocks: Sequence[BlockCalls]) -> Step:
@@ -36,3 +36,20 @@ def smoothed(step: Step, blocks: Sequence[BlockCalls]) -> Step:
         for op, new in zip(step.ops, seconds, strict=True)
     )
     return msgspec.structs.replace(step, ops=ops)
+
+
+def first_touch_seconds(step: Step, names: Sequence[str], fault_seconds_per_byte: float) -> float:
+    """Returns the most that pages becoming resident can have cost in a recorded step.
+
+    An operation touches what it allocates, so a page fault's time is part of the recorded time of such an operation. Of
+    compiled code it is not: that is recorded without.
+    """
+    born_bytes = [0] * len(step.ops)
+    for storage in step.storages:
+        if 0 <= storage.birth < len(step.ops) and storage.device == "cpu":
+            born_bytes[storage.birth] += storage.nbytes
+    return sum(
+        min(op.seconds, num_bytes * fault_seconds_per_byte)
+        for op, num_bytes in zip(step.ops, born_bytes, strict=True)
+        if names[op.name] != COMPILED_CODE
+    )

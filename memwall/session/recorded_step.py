@@ -341,7 +341,7 @@ def _on_device_bytes(trace: Trace, min_bytes: int, *, moves_state: bool) -> int:
         bucket_bytes, _ = bucket_choices(state_sizes(step, MIN_STATE_BYTES))
         step = with_state_on_disk(step, resident_bytes=0, bucket_bytes=bucket_bytes, min_bytes=MIN_STATE_BYTES)
     parked = StepModel(step, trace.names, ()).parked(min_bytes, read_ahead_bytes=WINDOW_BYTES)
-    return live_process(trace).untreated(parked).process_bytes
+    return live_process(trace).free(parked).process_bytes
 
 
 def _may_be_stepped(parameter: nn.Parameter) -> bool:

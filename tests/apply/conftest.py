@@ -17,8 +17,8 @@ from memwall.planning.block_problem import build_menus
 from memwall.planning.blocks import find_blocks
 from memwall.planning.menu import Costs, Menu
 from memwall.planning.techniques.recompute import Recompute
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.process import TENSOR_HEAP
-from memwall.predict.tensor_heap import heap_unavailable_reason
 from memwall.predict.treatment import StepModel
 from memwall.store.buckets import DiskSpace
 from memwall.store.scratch import ScratchFile

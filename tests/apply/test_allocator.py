@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from warm_python import warm_python
 
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from memwall.apply.blocks.counts import BlockCounts
 from memwall.apply.blocks.executor import BlockCall
 from memwall.apply.offload.proving import Proving
 from memwall.errors import ApplyError, StoreError
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.process import TENSOR_HEAP
-from memwall.predict.tensor_heap import heap_unavailable_reason
 from memwall.torch_internals.saved import SavedTensorModifiedError
 
 pytestmark = pytest.mark.timeout(60)

@@ -13,8 +13,8 @@ from memwall.planning.one_recording.search_at_location import SearchAtLocation
 from memwall.planning.search import make_plan
 from memwall.planning.settings import Settings
 from memwall.predict.first_step import FirstStep
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.process import ProcessModel, calibrated
-from memwall.predict.tensor_heap import heap_unavailable_reason
 from memwall.session import first_plan as planning
 from memwall.trace.records import COMPILED_CODE, Trace
 from memwall.trace.trace_builder import TraceBuilder, record

@@ -223,7 +223,7 @@ _FAST_DISK = Machine(
 @pytest.fixture
 def without_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process is its base and its tensors."""
-    monkeypatch.setattr(process, "_KEPT_SHARE", 0.0)
+    monkeypatch.setattr(process, "unavailable_reason", lambda: "left out of this test")
     monkeypatch.setattr(process, "heap_unavailable_reason", lambda: "left out of this test")
 
 

@@ -20,7 +20,7 @@ from memwall.planning.techniques.optimizer_state import OptimizerPlacement
 from memwall.planning.techniques.parameters import ParameterPlacement, can_move_parameters, parameter_window_bytes
 from memwall.predict import process
 from memwall.predict.curve import live_peak_bytes
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 

@@ -14,7 +14,7 @@ from cgroup import CapUnavailable, memory_cap
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memwall.predict.tensor_heap import TensorHeap, heap_library
+from memwall.predict.malloc.tensor_heap import TensorHeap, heap_library
 
 pytestmark = pytest.mark.skipif(heap_library() is None, reason="memwall was installed without its C library")
 
@@ -169,7 +169,7 @@ def test_gaps_do_not_use_up_the_areas_that_a_process_may_have() -> None:
 
 _HALF_RETURNED = """
 import ctypes, mmap, sys
-from memwall.predict.tensor_heap import TensorHeap, heap_library
+from memwall.predict.malloc.tensor_heap import TensorHeap, heap_library
 library = heap_library()
 heap = TensorHeap(library, library.heap_create(1 << 30, 0))
 blocks = [heap.allocate(3 << 20) for _ in range(60)]

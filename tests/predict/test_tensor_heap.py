@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memwall.errors import UsageError
-from memwall.predict import tensor_heap as subject
-from memwall.predict.heap_calls import StepEvents
-from memwall.predict.tensor_heap import TensorHeap, dry_heap, heap_library, replay_in_heap
+from memwall.predict.malloc import tensor_heap as subject
+from memwall.predict.malloc.malloc_calls import StepEvents
+from memwall.predict.malloc.malloc_process import ALLOCATE
+from memwall.predict.malloc.tensor_heap import TensorHeap, dry_heap, heap_library, replay_in_heap
 
 pytestmark = pytest.mark.skipif(heap_library() is None, reason="memwall was installed without its C library")
 
@@ -167,10 +168,10 @@ def test_a_reservation_that_is_used_up_gives_nothing() -> None:
 
 def test_a_step_that_repeats_faults_nothing_in_again_and_small_tensors_are_counted() -> None:
     out = StepEvents()
-    small = [out.allocate(1000) for _ in range(10)]
-    large = [out.allocate(MIB) for _ in range(20)]
+    small = [out.allocate(ALLOCATE, 1000) for _ in range(10)]
+    large = [out.allocate(ALLOCATE, MIB) for _ in range(20)]
     out.free(large[::2])
-    out.free([*small, *large[1::2], *(out.allocate(MIB) for _ in range(10))])
+    out.free([*small, *large[1::2], *(out.allocate(ALLOCATE, MIB) for _ in range(10))])
     found = replay_in_heap(out)
     assert found.peak_resident_bytes == 20 * MIB + 10_000
     assert found.fresh_bytes == 0
@@ -178,9 +179,9 @@ def test_a_step_that_repeats_faults_nothing_in_again_and_small_tensors_are_count
 
 def test_under_a_ceiling_a_step_pays_in_faults_for_what_it_gives_back() -> None:
     out = StepEvents()
-    narrow = [out.allocate(MIB) for _ in range(20)]
+    narrow = [out.allocate(ALLOCATE, MIB) for _ in range(20)]
     out.free(narrow[::2])
-    wide = [out.allocate(2 * MIB) for _ in range(5)]
+    wide = [out.allocate(ALLOCATE, 2 * MIB) for _ in range(5)]
     out.free(wide + narrow[1::2])
     free, held = replay_in_heap(out), replay_in_heap(out, ceiling_bytes=20 * MIB)
     assert (free.peak_resident_bytes, free.fresh_bytes) == (30 * MIB, 0)

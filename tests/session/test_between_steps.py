@@ -16,7 +16,7 @@ import memwall
 from memwall.machine.meter import process_bytes, reset_process_peak, return_free_memory
 from memwall.observe.measure import run_report
 from memwall.planning.techniques.allocator import AllocatorReuse
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.session.session import Session
 
 pytestmark = pytest.mark.skipif(bool(heap_unavailable_reason()), reason=heap_unavailable_reason())

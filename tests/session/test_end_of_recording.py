@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memwall
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.session.live_plan import LivePlan
 from memwall.session.session import Session
 from memwall.torch_internals.dispatch import active_dispatch_modes

@@ -28,7 +28,7 @@ from memwall.planning.techniques.accumulate import Accumulate
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.offload import Offload
 from memwall.planning.techniques.recompute import Recompute
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.predict.treatment import StepModel
 from memwall.session.session import Session
 from memwall.store.disk_tier import DiskTier

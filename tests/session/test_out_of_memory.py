@@ -17,7 +17,7 @@ from warm_python import warm_python
 import memwall
 from memwall.errors import OutOfMemoryError
 from memwall.planning.techniques.accumulate import Accumulate
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.session.next_budget import MAX_ATTEMPTS
 from memwall.session.session import Session
 

@@ -11,14 +11,14 @@ import torch
 from memwall.errors import ApplyError, UsageError
 from memwall.machine.meter import process_bytes, process_peak_bytes, return_free_memory
 from memwall.patches import Patches
-from memwall.predict.process import TENSOR_HEAP
-from memwall.predict.tensor_heap import (
+from memwall.predict.malloc.tensor_heap import (
     MIN_TENSOR_BYTES,
     TORCH_LIBRARY,
     TensorHeap,
     heap_library,
     heap_unavailable_reason,
 )
+from memwall.predict.process import TENSOR_HEAP
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from memwall.apply.memory.allocator import AllocatorHandler
 from memwall.apply.memory.cuda_setting import effective_setting, require_cuda_setting, restore_variables
 from memwall.apply.technique import Handler, Target, Zero, register
 from memwall.planning.techniques.allocator import AllocatorReuse
-from memwall.predict.tensor_heap import MIN_TENSOR_BYTES
+from memwall.predict.malloc.tensor_heap import MIN_TENSOR_BYTES
 
 
 @register("allocator")

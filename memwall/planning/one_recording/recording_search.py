@@ -163,7 +163,9 @@ class RecordingSearch:
 
     def _shorter(self, found: Candidate, location: Location, *, packs: bool) -> Candidate:
         """Returns the candidate, or that of another location if its step is shorter."""
-        other = self._best_at(location, packs=packs) if location.seconds < found.extra_seconds else None
+        # Of page faults a plan can save no more than there are.
+        at_least = location.seconds - self._inputs.plain_fault_seconds
+        other = self._best_at(location, packs=packs) if at_least < found.extra_seconds else None
         return other if other is not None and other.extra_seconds < found.extra_seconds else found
 
     def _best_at(self, location: Location, *, packs: bool) -> Candidate | None:
@@ -288,7 +290,7 @@ class RecordingSearch:
                 before_bytes=before_bytes,
                 plain_bytes=None
                 if first is None or first.evaluation_batch or before_bytes or self.trace.device != "cpu"
-                else self._process.untreated(self.steady).process_bytes,
+                else self._process.free(self.steady).process_bytes,
             ),
             budget_bytes=self.settings.budget_bytes,
             smallest_feasible_bytes=smallest,

@@ -220,7 +220,8 @@ class SearchAtLocation:
         room_bytes = limit_bytes - self._process.base_bytes - self._process.workspace_bytes
         best: Candidate | None = None
         tried: set[tuple[int, ...]] = set()
-        least_seconds = batch.split_seconds + self._location.seconds  # what a choice costs besides its own
+        # What a choice costs besides its own seconds; of page faults it can save no more than there are.
+        least_seconds = batch.split_seconds + self._location.seconds - self._inputs.plain_fault_seconds
         limits = LiveLimits(
             room_bytes,
             lambda: smallest_feasible_bytes(instance),
@@ -324,6 +325,7 @@ class SearchAtLocation:
                 m.options[o].moved_bytes for m, o in zip(menus, choice.options, strict=True)
             )
         process_bytes = resident.process_bytes + window_bytes + self._location.grown_bytes
+        fault_seconds = 0.0 if resident.is_default else resident.fault_seconds - self._inputs.plain_fault_seconds
         settled = (
             technique.settled_action(self._inputs, resident, process_bytes, window_bytes) for technique in techniques()
         )
@@ -332,8 +334,8 @@ class SearchAtLocation:
             actions=tuple(actions),
             process_bytes=process_bytes,
             live_bytes=live_peak_bytes(step, self._trace.device),
-            extra_seconds=extra_seconds + resident.fault_seconds + self._location.seconds,
-            compute_seconds=step_seconds(step) + split_seconds + resident.fault_seconds,
+            extra_seconds=extra_seconds + fault_seconds + self._location.seconds,
+            compute_seconds=max(0.0, step_seconds(step) + split_seconds + fault_seconds),
             moved_bytes=moved_bytes,
             location=self._location,
             num_parts=batch.num_parts,

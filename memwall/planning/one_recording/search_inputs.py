@@ -8,7 +8,7 @@ from memwall.planning.settings import Settings
 from memwall.predict.device import DeviceModel
 from memwall.predict.live_device import live_process
 from memwall.predict.process import Process
-from memwall.predict.timing import smoothed
+from memwall.predict.timing import first_touch_seconds, smoothed
 from memwall.trace.records import Trace
 from memwall.trace.steps import steady_step
 
@@ -19,6 +19,7 @@ class SearchInputs:
     Attributes:
         process: replays a step on this machine, or on the device that the trace was translated to.
         steady: the recorded step that counts, its seconds smoothed.
+        plain_fault_seconds: of its seconds, what another way of reusing memory can save.
     """
 
     def __init__(self, trace: Trace, settings: Settings, process: Process | None = None) -> None:
@@ -29,6 +30,10 @@ class SearchInputs:
         self.process: Process = process
         recorded = steady_step(trace)
         self.steady = smoothed(recorded, find_blocks(trace, recorded))
+        self.plain_fault_seconds = min(
+            self.process.untreated(self.steady).fault_seconds,
+            first_touch_seconds(self.steady, trace.names, trace.machine.fault_seconds_per_byte),
+        )
 
     def under(self, settings: Settings) -> "SearchInputs":
         """Returns the inputs with other settings that change nothing of the step."""

@@ -54,7 +54,7 @@ class _Allocator(Technique[AllocatorReuse]):
             outside_bytes=resident.outside_bytes + window_bytes,
             cuda_setting=resident.cuda_setting,
             saved_bytes=resident.saved_bytes or None,
-            cost_seconds=resident.fault_seconds,
+            cost_seconds=resident.fault_seconds - inputs.plain_fault_seconds,
         )
 
     def what(self, action: AllocatorReuse) -> str:

@@ -15,7 +15,7 @@ from memwall.planning.techniques.accumulate import Accumulate
 from memwall.planning.techniques.allocator import AllocatorReuse
 from memwall.planning.techniques.autocast import Autocast
 from memwall.planning.techniques.recompute import Recompute
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.session.session import Session
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from memwall.apply.optimizer_state.state_keeper import StateKeeper
 from memwall.errors import ApplyError, NoEffectError
 from memwall.planning.techniques.low_bit_state import LowBitState
 from memwall.planning.techniques.optimizer_state import OptimizerPlacement
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 from memwall.store.buckets import Bucket
 
 KIB = 1 << 10

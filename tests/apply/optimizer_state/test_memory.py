@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from warm_python import printed_by
 
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 
 pytestmark = [
     pytest.mark.timeout(540),

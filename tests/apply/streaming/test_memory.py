@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from warm_python import warm_python
 
-from memwall.predict.tensor_heap import heap_unavailable_reason
+from memwall.predict.malloc.tensor_heap import heap_unavailable_reason
 
 pytestmark = [
     pytest.mark.timeout(540),

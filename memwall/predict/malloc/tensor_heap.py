@@ -15,7 +15,8 @@ from msgspec import Struct
 
 from memwall.errors import UsageError
 from memwall.native import load_library
-from memwall.predict.heap_calls import ALLOCATE, FREE, MOVE, STEP, StepEvents, repeated
+from memwall.predict.malloc.malloc_calls import StepEvents, repeated
+from memwall.predict.malloc.malloc_process import ALLOCATE, ALLOCATE_SMALL, FREE, MOVE, STEP
 
 MIN_TENSOR_BYTES = 64 << 10
 """Smaller tensors stay with malloc: rounding them to pages would cost more than it saves."""
@@ -162,7 +163,7 @@ def replay_in_heap(step: StepEvents, ceiling_bytes: int = 0, *, num_steps: int =
     """Replays the tensors of a step in a dry heap, several times over.
 
     Args:
-        step: as `heap_calls.events_of` makes it.
+        step: as `malloc_calls.events_of` makes it, small blocks left out.
         ceiling_bytes: resident bytes above which free pages are returned; 0 for none.
 
     Raises:
@@ -176,7 +177,7 @@ def replay_in_heap(step: StepEvents, ceiling_bytes: int = 0, *, num_steps: int =
     ceiling_bytes = max(ceiling_bytes - small_bytes, 1) if ceiling_bytes else 0
     with dry_heap(ceiling_bytes, reserved_bytes=_SPREAD * large_bytes + _PROBED_BYTES) as heap:
         for kind, slot, nbytes in calls:
-            if kind == ALLOCATE:
+            if kind in (ALLOCATE, ALLOCATE_SMALL):
                 addresses[slot] = heap.allocate(nbytes) if nbytes >= MIN_TENSOR_BYTES else None
                 if addresses[slot] is None and nbytes >= MIN_TENSOR_BYTES:
                     raise UsageError(f"the step spreads over more than {_SPREAD} times the bytes that it needs at once")
@@ -201,7 +202,7 @@ def _peak_bytes(calls: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
     sizes: dict[int, int] = {}
     live, peak = [0, 0], [0, 0]
     for kind, slot, nbytes in calls:
-        if kind == ALLOCATE:
+        if kind in (ALLOCATE, ALLOCATE_SMALL):
             sizes[slot] = nbytes
             is_small = nbytes < MIN_TENSOR_BYTES
             live[is_small] += nbytes
