@@ -31,7 +31,7 @@ _KINDS = {
     "a state dict": ("copy.deepcopy(model.state_dict())", 'copy.deepcopy(getattr(model, "state_" + "dict")())'),
     "a model": ("copy.deepcopy(model)", "copy.deepcopy(*[model])"),
 }
-"""What is kept, as a text says it, and as none does."""
+"""These are kept: each as a text says it, and as none does."""
 
 
 def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
